@@ -40,6 +40,7 @@ BECAUSE = "left whole, because"
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
 _SECOND = "how its Linears beside query, key and value are used is not proved"
+_BESIDE = "how its Linears beside query, key, value and output are used is not proved"
 _SHARED = "whether its single numbers, or values of all heads, are a rank's is neither proved nor to be seen"
 _NORMS = "that what it has for all heads, or hidden units, is a norm of theirs is not proved"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
@@ -171,7 +172,11 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             ways = [
                 {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
                 for way in branch.ways
-                for relative in (_branch_styles(model.get_submodule(first.path), way, n) for n in way.parts)
+                for relative in (
+                    {**_branch_styles(model.get_submodule(first.path), way, n), **dict(beside)}
+                    for n in way.parts
+                    for beside in way.beside or ((),)
+                )
             ]
             norms = {join_name(b.path, n): COLWISE_NORM for n in _norms(runs, first, branch) for b in blocks}
             ways = [
@@ -186,6 +191,7 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 _JOINT: branch.is_joint,
                 _VALUES: has_values,
                 _BACK: branch.others,
+                _BESIDE: branch.beside,
                 _NORMS: norms,
                 _SHARED: shared,
             }
@@ -250,7 +256,7 @@ def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str
 def _shared(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
     """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope; or for
     all heads what is as wide as one, such as relative positions (distances, head size)."""
-    beside = {*branch.up, branch.down, *dict(branch.adapters)}
+    beside = {*branch.up, branch.down, *dict(branch.adapters), *branch.further}
     others = [b.path for b in block.branches if b.path and not is_inside(branch.path, b.path)]  # of a flat block's MLP
     of_head = branch.heads.size if branch.heads is not None and not branch.widths else None
     for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():

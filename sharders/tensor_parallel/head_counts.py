@@ -50,6 +50,9 @@ from sharders.tensor_parallel.structure.transformer import (
 
 Divided = dict[tuple[str, str], int]
 
+_PROVED_TOO = ("sum_gradients", "replicate")
+"""Styles that are right or wrong of a whole weight, beside those that split."""
+
 
 @lru_cache(maxsize=64)
 def _known(key: Hashable) -> list[Verdict]:
@@ -211,7 +214,7 @@ class ModelRuns:
     def _found(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
         if isinstance(self._sample, UnprovedError):
             return Verdict(unproved=str(self._sample))
-        unreached = self._sample.unreached(path for path, style in styles.items() if family(style) in SPLITTING)
+        unreached = self._sample.unreached(p for p, s in styles.items() if family(s) in SPLITTING or s in _PROVED_TOO)
         try:
             wrong = disproof(self._sample, styles, divided, self.axis)
         except UnprovedError as error:

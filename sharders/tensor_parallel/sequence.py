@@ -106,6 +106,7 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
         beside = [n for n, style in branch.adapters if style not in OF_HEADS or n == branch.path]
+        beside += branch.further
         if beside:
             raise PlanError(
                 f"modules {[join_name(block.path, n) for n in beside]} are adapters beside split Linears, or gates and "

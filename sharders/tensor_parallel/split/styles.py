@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from torch import nn
 
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
+from sharders.tensor_parallel.structure.beside import MOST_TIMES
 from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, may_have_values
@@ -53,10 +54,9 @@ if TYPE_CHECKING:
 
 Style: TypeAlias = Union[str, "ParallelStyle"]
 
-_MOST_PARTS = 16
-PACKED = {f"colwise_packed_{parts}": parts for parts in range(2, _MOST_PARTS + 1)}
+PACKED = {f"colwise_packed_{parts}": parts for parts in range(2, MOST_TIMES + 1)}
 """Styles of weights that hold several in one, such as query, key and value, and how many."""
-PACKED_ROWS = {f"rowwise_packed_{parts}": parts for parts in range(2, _MOST_PARTS + 1)}
+PACKED_ROWS = {f"rowwise_packed_{parts}": parts for parts in range(2, MOST_TIMES + 1)}
 """The same of weights that take several one behind the other, such as what an attention and an MLP give."""
 COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_sequence", *PACKED)
 ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter", *PACKED_ROWS)

@@ -11,6 +11,7 @@
 - `of_heads`: values that an attention has for each of its heads
 - `wide_norms`: norms over all that the Linears of a branch give
 - `of_samples`: Linears that give one vector for each sample
+- `beside`: Linears that an attention has beside query, key, value and output
 - `attentions`: attentions of a model, by structure
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta

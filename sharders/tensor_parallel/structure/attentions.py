@@ -233,7 +233,8 @@ def _with_values(attention: Branch | Whole, module: nn.Module) -> Branch | Whole
     for name, parameter in module.named_parameters() if heads.query > 1 and not is_joint_attention(module) else ():
         owner = name.rpartition(".")[0]
         is_known = owner in values or any(is_inside(owner, n) for n in linears)
-        is_filter = isinstance(module.get_submodule(owner), nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        inner = module.get_submodule(owner)
+        is_filter = isinstance(inner, nn.Conv1d | nn.Conv2d | nn.Conv3d) or features_of(inner) is not None
         if not is_known and not is_filter and heads.query in parameter.shape[1:]:
             return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
     added = tuple((join_name(path, name), style) for name, style in values.items())

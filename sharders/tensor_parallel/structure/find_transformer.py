@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import in_place, split_in
 from sharders.tensor_parallel.structure.attentions import attentions_in, last_of, linears_in
+from sharders.tensor_parallel.structure.beside import ways_beside
 from sharders.tensor_parallel.structure.experts import experts_of
 from sharders.tensor_parallel.structure.linears import DOWN, Features, features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, Whole, below, outward
@@ -140,12 +141,12 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     inside = [a for p, a in attentions.items() if is_inside(p, path)]
     branches = [_relative(a, path) for a in inside if isinstance(a, Branch)]
     whole = [Whole(below(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
-    joint = {u: others for u in branches if (others := _others(module, u))}
-    branches = [u for u in branches if u not in joint]
-    whole += [Whole(u.path, f"it has Linears beside query, key, value and output: {n}") for u, n in joint.items()]
     claimed = {p for u in branches for p in (*u.up, u.down, *dict(u.second))}
     values = {p for u in branches for p, _ in u.adapters}
     claimed |= values
+    for attention in branches:
+        claimed |= _beside(module, attention).keys()
+    branches = [_with_beside(module, attention) for attention in branches]
     closed = [w.path for w in whole]
     mlps, left = _mlps("", module, claimed, closed)
     whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
@@ -165,17 +166,27 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     return Block(path, structure, found, tuple(whole), tuple(experts))
 
 
-def _others(block: nn.Module, attention: Branch) -> str:
-    """Linears that an attention has besides, as one has that attends to two sequences at once: its heads are theirs,
-    and a proof that calls it with one sequence sees nothing of them. Where a block is its own attention they may be its
-    MLP.
-    """
+def _with_beside(block: nn.Module, attention: Branch) -> Branch:
+    """With the ways in which its further Linears may be used, see [Note: beside]."""
+    linears = _beside(block, attention)
+    if not linears or attention.heads is None:
+        return attention
+    reads = features_of(dict(in_place(block))[attention.up[0]])
+    ways = ways_beside(linears, attention.heads, 0 if reads is None else reads.in_features)
+    return replace(attention, beside=tuple(tuple(way.items()) for way in ways))
+
+
+def _beside(block: nn.Module, attention: Branch) -> dict[str, Features]:
+    """Linears that an attention has besides, but for an MLP. Where a block is its own attention all may be its MLP."""
     if not attention.path or attention.widths:
-        return ""
+        return {}
+    inside = block.get_submodule(attention.path)
+    every = {join_name(attention.path, n): of for n, m in in_place(inside) if (of := features_of(m)) is not None}
     own = {*attention.up, attention.down, *dict(attention.adapters), *dict(attention.second)}
-    inside = in_place(block.get_submodule(attention.path))
-    every = (join_name(attention.path, name) for name, m in inside if features_of(m) is not None)
-    return ", ".join(name for name in every if name not in own)
+    for mlp in _mlps(attention.path, inside, own)[0]:
+        if every[mlp.down].out_features == every[attention.down].out_features:
+            own |= {*mlp.up, mlp.down}
+    return {name: of for name, of in every.items() if name not in own}
 
 
 def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
@@ -190,7 +201,10 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     up, beside = tuple(own[path] for path in branch.up), (*branch.adapters, *adapters)
     second = tuple((own[path], style) for path, style in branch.second)
     others = tuple(_with_adapters(block, other) for other in branch.others)
-    return replace(branch, up=up, down=own[branch.down], adapters=beside, second=second, others=others)
+    found = replace(branch, up=up, down=own[branch.down], adapters=beside, second=second, others=others)
+    named = {path: split_in(block.get_submodule(path), "colwise") for path in branch.further}
+    ways = [[(join_name(path, name), style) for path, style in way for name in named[path]] for way in branch.beside]
+    return replace(found, beside=tuple(map(tuple, ways)))
 
 
 def _relative(branch: Branch, block: str) -> Branch:

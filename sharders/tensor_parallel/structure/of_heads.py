@@ -34,7 +34,7 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
     for name, inner in in_place(module):
         features = features_of(inner)
         if features is not None:
-            if name not in beside and features.out_dim == 0:
+            if name not in beside and features.out_dim == 0 and features.in_features != heads.size:  # of single heads
                 gates[name] = features.out_features
             continue
         own = list(inner.parameters(recurse=False))

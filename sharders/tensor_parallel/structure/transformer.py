@@ -72,6 +72,9 @@ class Branch:
     """Linears of a second sequence that it attends to together with its own, or of an MLP whose output its own takes
     too, and their styles."""
 
+    beside: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """Styles that an attention's further Linears may have, the likeliest first; see [Note: beside]."""
+
     widths: tuple[int, ...] = ()
     """Of heads together, where they are others than heads times head size."""
 
@@ -82,6 +85,11 @@ class Branch:
     def ways(self) -> tuple[Branch, ...]:
         """All that it may be, the likeliest first."""
         return (self, *self.others)
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """An attention's further Linears."""
+        return tuple(path for path, _ in self.beside[0]) if self.beside else ()
 
     @property
     def has_one_head(self) -> bool:
