@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from dmp.chunked import as_chunks
 from dmp.places import Place, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
+from dmp.wrap.gathered import chunks_shown
 
 
 def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
@@ -136,7 +137,8 @@ def copy_values(old: nn.Module, new: nn.Module, device: torch.device, only: Cont
 
     on_meta = [place for place in places_of(new.named_modules()) if place.tensor.is_meta]
     wanted = [place for place in on_meta if only is None or place.full_name in only]
-    replace_tensors(wanted, copied, kept_beside(new))
+    with chunks_shown(old):  # what is gathered may be older than these
+        replace_tensors(wanted, copied, kept_beside(new))
 
 
 def put_back(module: nn.Module) -> None:
