@@ -16,6 +16,7 @@ from torch import nn
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import is_dtensor, local_of
+from dmp.wrap.gathered import wholes
 
 _Held = Mapping[str, nn.Parameter | None]
 _KIND = {True: "trained", False: "frozen"}
@@ -88,7 +89,7 @@ class SplitWatch:
             self._check_new(owned())
         if self._dtypes is None:
             self._dtypes = [(held, name, path, p.dtype) for held, name, path, p in self._split()]
-        changed = ""
+        changed, gathered = "", None
         for held, name, path, dtype in self._dtypes:
             p = held.get(name)
             if p is None or not is_dtensor(p):
@@ -99,6 +100,9 @@ class SplitWatch:
                     )
                 continue
             if (known := self._data.get(path)) is None or known[0] is not p:
+                gathered = wholes(self._module) if gathered is None else gathered
+                if id(p) in gathered:
+                    continue
                 self._data[path] = p, _data_of(p)
             if p.dtype is not dtype:
                 raise ShardError(
@@ -114,9 +118,12 @@ class SplitWatch:
     def cast(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
         """What has another dtype than before the first forward: name, the dtype then, and now. What is whole at the
         moment, in the dtype that FSDP2 computes in, is passed over: its unit looks by itself."""
+        gathered = None
         for held, name, path, dtype in self._dtypes or ():
             if (p := held.get(name)) is not None and p.dtype is not dtype and is_dtensor(p):
-                yield path, dtype, p.dtype
+                gathered = wholes(self._module) if gathered is None else gathered
+                if id(p) not in gathered:
+                    yield path, dtype, p.dtype
 
     def check_data(self) -> None:
         """That nobody has given a weight other values by `p.data = ...`, of which torch makes nothing, in silence.

@@ -41,3 +41,11 @@ def chunks_shown(module: nn.Module, *, as_state: bool = False) -> Iterator[None]
             for held in () if unit.is_sharded else unit.fsdp_params:
                 whole = held._unsharded_param if unit.is_unsharded else held._sharded_post_forward_param
                 held._setattr_on_modules(whole)
+
+
+def wholes(module: nn.Module) -> set[int]:
+    """ids of what FSDP2 has gathered or may gather again: whole over its ranks, and DTensors still where tensor
+    parallelism has split them."""
+    fsdp = [each._get_fsdp_state() for each in module.modules() if hasattr(each, "_get_fsdp_state")]  # type: ignore[operator]
+    held = [each for state in fsdp for unit in state._fsdp_param_groups for each in unit.fsdp_params]
+    return {id(each._unsharded_param) for each in held if hasattr(each, "_unsharded_param")}
