@@ -8,6 +8,7 @@
 - `in_turn`: whether all ranks run each module of a list, a dict or a branch
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes
+- `computed_again`: units that a backward pass computes again more than once
 - `cast_inside`: weights that the model casts while they are gathered
 - `written_inside`: weights that the model writes while they are gathered
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights

@@ -36,6 +36,7 @@ from sharders.data_parallel.blocks import (
     say_of_unsure,
 )
 from sharders.data_parallel.cast_inside import refuse_casts
+from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.twice import forget_graphs
@@ -180,6 +181,7 @@ class FSDPWrapper:
             if self.reshard_after_forward is None and (m is module or not env.fully_sharded_axes):
                 m.register_forward_hook(_put_back)
             gather_by_forward(m)
+            average_each_time(m)
         explain_pieces(module, list(units.values()))
         free = _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None)
         module.register_forward_pre_hook(lambda *_: free(), prepend=True)
