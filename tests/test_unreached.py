@@ -354,7 +354,7 @@ def test_optimizers_in_backward_that_would_be_lost_are_refused(axis: str, option
     given = {"data_parallel_wrapper": DDPWrapper(**options)} if options else {}
     for error in run_ranks(2, updated_where_split, axis, **given, expect=ShardError):
         assert "'weight', 'bias': an optimizer in the backward pass" in str(error)
-        assert ("leave both out" if options else "splits dense weights") in str(error)
+        assert ("leave it out" if options else "splits dense weights") in str(error)
 
 
 def asked() -> tuple[str, str, bool]:
@@ -368,4 +368,4 @@ def asked() -> tuple[str, str, bool]:
 
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:
-    assert run_ranks(2, asked) == [("", "OwnRowsDDP", True)] * 2
+    assert run_ranks(2, asked) == [("", "StaticGraphDDP", True)] * 2

@@ -14,6 +14,7 @@
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch
+- `static_graph`: torch's own treatment of a graph that stays the same
 - `pass_end`: what a backward pass runs at its end, and whether it raised before
 - `unfinished`: gradients that are not averaged yet
 - `cleared`: those that a program has cleared by hand

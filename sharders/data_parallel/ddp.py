@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv, is_dtensor
-from sharders.data_parallel.sparse_rows import OwnRowsDDP
+from sharders.data_parallel.static_graph import StaticGraphDDP
 from sharders.data_parallel.unreached import AnyReachDDP, average_whole
 from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
 
@@ -18,8 +18,9 @@ class DDPWrapper:
     """Wraps in `DistributedDataParallel` over the data ranks; does nothing for one process or without dense parameters.
 
     Args:
-        options: passed to `DistributedDataParallel` (`bucket_cap_mb`, ...). With neither `static_graph` nor
-            `find_unused_parameters`, parameters that the loss does not reach need nothing: see `AnyReachDDP`.
+        options: passed to `DistributedDataParallel` (`bucket_cap_mb`, ...). Parameters that the loss does not reach
+            need nothing: `find_unused_parameters` is taken, and makes no difference, see `AnyReachDDP`. With
+            `static_graph` torch's own treatment of them is had, see `StaticGraphDDP`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -48,13 +49,13 @@ class DDPWrapper:
         names = {*left, *(f".{name}" for name in left if "." not in name)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         ids = [device] if device.type != "cpu" else None
-        # Where torch's own treatment of parameters without gradients is asked for, it is.
-        asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
-        if asked:
+        # It costs torch a walk through each graph, and is wrong where two forwards come before their backward passes.
+        options = {name: value for name, value in self.options.items() if name != "find_unused_parameters"}
+        if options.get("static_graph"):
             if device.type == "cpu":  # where torch's own way to update them asks for a stream of an accelerator
                 refuse_updated(trained, BY_OPTIONS)
-            return OwnRowsDDP(module, device_ids=ids, process_group=group, **self.options)
-        made = AnyReachDDP(module, device_ids=ids, process_group=group, **self.options)
+            return StaticGraphDDP(module, device_ids=ids, process_group=group, **options)
+        made = AnyReachDDP(module, device_ids=ids, process_group=group, **options)
         if env.everyone is not None:
             made.take_turns(env.everyone)
         return made

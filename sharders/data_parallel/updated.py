@@ -48,9 +48,7 @@ def _is_updated(parameter: torch.Tensor) -> bool:
 
 
 SPLITS = "this mesh splits dense weights, in place or beside these, where it would be lost"
-BY_OPTIONS = (
-    "with static_graph or find_unused_parameters torch updates them, which needs an accelerator: leave both out"
-)
+BY_OPTIONS = "with static_graph torch updates them, which needs an accelerator: leave it out"
 
 
 def refuse_updated(dense: Mapping[str, torch.Tensor], why: str) -> None:
