@@ -26,6 +26,8 @@ For the whole process, once
   wrapped
 - `sharders/data_parallel/asked.py: torch.autograd._engine_run_backward =`: who asks for gradients of weights that FSDP2
   has split gets none, and is not told
+- `sharders/data_parallel/blocks.py: checkpoint_activation._no_hook =`: a block that torch's composable checkpoint
+  computes again is computed so by more than one backward pass
 - `dmp/wrap/backward_errors.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
   says what to do, too
 - `dmp/wrap/asked_earlier.py: torch.autograd._engine_run_backward =`: gradients asked for of weights that wrapping has

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -256,15 +257,43 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], which: bool | Callable[[s
         which: True for all, or a choice by path and module.
     """
     # Private: the only checkpointing that changes neither names nor the model's code.
+    from torch.distributed._composable import checkpoint_activation
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
+    checkpoint_activation._no_hook = _WithoutHooks  # type: ignore[assignment]
     for path, block in blocks.items():
+        if checkpoint.state(block) is not None:
+            continue  # it is wrapped again, as a copy or with other weights to train
         if which is True or (callable(which) and which(path, block)):
             checkpoint(block)
             # First of the hooks on inputs: a recompute starts from the block's own inputs, which the others then change
             # again (sequence parallelism takes its chunk of them).
             hooks: Any = block._forward_pre_hooks
             hooks.move_to_end(next(reversed(hooks)), last=False)
+
+
+class _WithoutHooks:
+    """Around a block's forward in a backward pass, in which its checkpoint does not begin again.
+
+    torch's own is entered once, though each pass computes the block again: a second one, by `retain_graph` or through a
+    penalty on gradients, ended in an AttributeError of contextlib.
+    """
+
+    def __init__(self, module: nn.Module, around: AbstractContextManager[Any] | None = None) -> None:
+        from torch.distributed._composable.checkpoint_activation import checkpoint
+
+        self._around = nullcontext() if around is None else around
+        self._state: Any = checkpoint.state(module)
+        self._were: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._around.__enter__()
+        self._were.append(self._state.enable_hook)
+        self._state.enable_hook = False
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._state.enable_hook = self._were.pop()
+        return self._around.__exit__(*error)
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
