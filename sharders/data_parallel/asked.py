@@ -22,6 +22,7 @@ from torch import nn
 
 from dmp import ShardError, join_name, ranks
 from sharders.data_parallel.fsdp_units import weights
+from sharders.data_parallel.later_hooks import wake
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
 
@@ -62,6 +63,9 @@ def _stand_in() -> None:
         except RuntimeError as error:  # of a collective of torch's
             ranks.raise_cause(error)
             raise
+        finally:
+            if torch._C._current_graph_task_id() < 0:  # no pass within a pass
+                wake()
 
     def hearing(outputs: Any, *args: Any, **options: Any) -> Any:
         if len(args) < 4 or not (_split or args[3]):

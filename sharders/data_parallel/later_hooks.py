@@ -2,7 +2,7 @@
 
 torch runs such a hook (`register_post_accumulate_grad_hook`) when a gradient is there; before the average over the
 ranks is each rank's own: one that makes an optimizer's step, as programs do to save the memory of gradients, would let
-copies part without a word. FSDP2 runs them on averaged gradients by itself.
+copies part without a word. FSDP2 runs them on averaged gradients by itself, and on those to which nothing has come.
 """
 
 from __future__ import annotations
@@ -14,6 +14,21 @@ from weakref import ref
 import torch
 
 Hook = Callable[[torch.Tensor], Any]
+_resting: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+
+def rest(p: torch.Tensor) -> None:
+    """Have hooks on a gradient to which nothing has come not run; until `wake`, for torch runs them of all chunks."""
+    hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    _resting.append((hooks, dict(hooks)))
+    hooks.clear()
+
+
+def wake() -> None:
+    """The backward pass is over."""
+    while _resting:
+        hooks, were = _resting.pop()
+        hooks.update(were)
 
 
 class LaterHooks:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
 from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
-from sharders.data_parallel.later_hooks import LaterHooks
+from sharders.data_parallel.later_hooks import LaterHooks, rest
 from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.sparse_rows import OwnRowsDDP, average_rows, no_rows
 from sharders.data_parallel.unfinished import refuse_steps
@@ -267,6 +267,14 @@ def _any_reach(kind: Any) -> Any:
 
     class AnyReach(kind):  # type: ignore[misc]
         is_unreached = is_relaying = False
+        is_kept_wide = False  # since a pass in `no_sync`: gradients are kept in the dtype in which they are averaged
+        earlier: Any = None  # a gradient to which torch would add without a look at what
+
+        def accumulate_unsharded_grad_if_needed(self) -> None:
+            """As torch's, which each average begins with; what one kept back that came to no sum over all ranks."""
+            if self.earlier is not None:
+                self.sharded_param.grad, self.earlier = self.earlier, None
+            super().accumulate_unsharded_grad_if_needed()
 
         def to_unsharded(self) -> None:
             """As torch's; what is gathered calls the hooks of the chunks, as DDP would, of this rank's own gradient."""
@@ -281,19 +289,44 @@ def _any_reach(kind: Any) -> Any:
                 gradient = gradient if changed is None else changed
             return gradient
 
+        def to_accumulated_grad_if_needed(self) -> None:
+            """As torch's, which leaves what has no gradient yet to come in another dtype than the others."""
+            super().to_accumulated_grad_if_needed()
+            self.is_kept_wide = self.reduce_dtype is not None
+
+        def _as_others(self, gradient: torch.Tensor) -> torch.Tensor:
+            is_kept_wide, self.is_kept_wide = self.is_kept_wide, False
+            return gradient.to(self.reduce_dtype) if is_kept_wide else gradient
+
+        @property
+        def unsharded_grad_data(self) -> torch.Tensor:
+            return self._as_others(super().unsharded_grad_data)
+
+        @property
+        def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+            return self._as_others(super().unsharded_accumulated_grad_data)
+
         @property
         def unsharded_zero_grad_data(self) -> torch.Tensor:
             self.is_unreached = True
-            return self._get_grad_inner_tensor(torch.full_like(self.unsharded_param, -0.0))  # type: ignore[no-any-return]
+            if self.sharded_param._post_accumulate_grad_hooks:
+                self.earlier, self.sharded_param.grad = self.sharded_param.grad, None
+            nothing = torch.full_like(self.unsharded_param, -0.0)
+            return self._as_others(self._get_grad_inner_tensor(nothing))
 
         def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
-            """As torch's; None for the mean of nothing, which is what becomes of the gradient."""
+            """As torch's; for the mean of nothing what was there, which is what becomes of the gradient."""
             if self.is_unreached:
                 self.is_unreached = False
                 if self.grad_offload_event is not None:
                     self.grad_offload_event.synchronize()
+                earlier, self.earlier = self.earlier, None
                 if _is_nothing(tensor):
-                    return None
+                    rest(self.sharded_param)
+                    return earlier
+                if earlier is not None:
+                    earlier._local_tensor.add_(tensor)
+                    return earlier
             return super().to_sharded_dtensor(tensor)
 
     return AnyReach
