@@ -319,3 +319,33 @@ def hooked(axis: str) -> list[int]:
 def test_hooks_on_accumulated_gradients_run_where_something_came() -> None:
     """torch ran those of all chunks, with no gradient or at one of before, and in passes for other gradients too."""
     assert run_ranks(2, hooked, "shard") == [[1, 1, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DDPWrapper(bucket_cap=1), "got ['bucket_cap'], expected some of ['"),
+        (lambda: DDPWrapper(process_group=None), "got ['process_group']"),
+        (
+            lambda: FSDPWrapper(mixed_precision="bf16"),
+            "or a MixedPrecisionPolicy; got 'bf16'",
+        ),
+        (lambda: FSDPWrapper(mixed_precision=torch.int32), "mixed_precision of FSDPWrapper is a floating-point"),
+        (lambda: FSDPWrapper(offload=None), "offload of FSDPWrapper is a bool or an OffloadPolicy; got None"),
+        (lambda: FSDPWrapper(activation_checkpointing="all"), "a choice (path, module) -> bool; got 'all'"),
+        (lambda: FSDPWrapper(compile="aot_eager"), "a dict of options of torch.compile; got 'aot_eager'"),
+        (lambda: FSDPWrapper(reshard_after_forward="no"), "reshard_after_forward of FSDPWrapper is None, a bool or"),
+    ],
+)
+def test_options_that_cannot_be_are_told_where_they_are_given(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ShardError) as error:
+        make()
+    assert words in str(error.value)
+
+
+def test_weights_are_kept_in_as_many_parts_as_ranks_allow() -> None:
+    """Before anything is changed."""
+    env = ShardingEnv.abstract((4,), ("shard",), "cpu")
+    for parts in (0, 3, 8):
+        with pytest.raises(ShardError, match=f"reshard_after_forward={parts} of FSDPWrapper: .* divisor of the 4"):
+            FSDPWrapper(reshard_after_forward=parts).check(nn.Linear(2, 2), env, {}, frozenset())

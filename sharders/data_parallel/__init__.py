@@ -2,6 +2,7 @@
 
 - `ddp`: DDP for what no sharder owns
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
+- `options`: options of these that cannot be
 - `agreed_order`: that ranks exchange for the same units, in the same order
 - `fsdp_units`: the units of a model that FSDP2 has split, and their weights
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv, is_dtensor
+from sharders.data_parallel.options import check_ddp
 from sharders.data_parallel.static_graph import StaticGraphDDP
 from sharders.data_parallel.unreached import AnyReachDDP, average_whole
 from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
@@ -24,6 +25,7 @@ class DDPWrapper:
     """
 
     def __init__(self, **options: Any) -> None:
+        check_ddp(options)
         self.options = options
 
     def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:

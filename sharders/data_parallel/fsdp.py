@@ -38,6 +38,7 @@ from sharders.data_parallel.blocks import (
 from sharders.data_parallel.cast_inside import refuse_casts
 from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
+from sharders.data_parallel.options import check_fsdp, check_parts, check_torch
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
@@ -100,6 +101,7 @@ class FSDPWrapper:
         self.units = units if units is None or isinstance(units, (str, type)) else tuple(units)
         self.activation_checkpointing = activation_checkpointing
         self.compile = compile
+        check_fsdp(vars(self))
 
     def shards_in_place(self, env: ShardingEnv, has_dtensors: bool) -> bool:
         """Whether `wrap` returns the module that it is given, and takes parameters on meta.
@@ -142,9 +144,10 @@ class FSDPWrapper:
         if not self.shards_in_place(env, bool(placed)):
             return
         refuse_updated(dense, SPLITS)
+        check_parts(self.reshard_after_forward, env)
         self._check_policies(env)
         if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
-            _check_torch()
+            check_torch()
             split_by_dtype(
                 find_units(module, self.units, ignored),
                 module,
@@ -255,16 +258,6 @@ class FSDPWrapper:
             pin = torch.accelerator.is_available()
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
         return policies
-
-
-def _check_torch() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ShardError(
-            f"weights cannot be fully sharded with torch {torch.__version__}: expected torch 2.13 or later, whose "
-            "FSDP2 averages gradients that some rank's loss does not reach. Copies and tables need no FSDP2"
-        )
 
 
 def _split_dim(parameter: torch.Tensor, env: ShardingEnv) -> int | None:
