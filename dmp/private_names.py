@@ -74,8 +74,8 @@ FSDP2 and DDP
 - `torch.distributed._composable.contract.REGISTRY_KEY`, `torch.distributed._composable.contract.RegistryItem`: what
   `fully_shard` passes over
 - `torch.distributed._composable.replicate_with_fsdp.replicate`: FSDP2's way to replicate
-- `torch.distributed._composable.checkpoint_activation.checkpoint`, `_no_hook`: checkpointed blocks under their own
-  names, in as many backward passes as there are
+- `torch.distributed._composable.checkpoint_activation.checkpoint`: checkpointed blocks under their own names
+- `torch.distributed._composable.checkpoint_activation`, `_no_hook`: these in as many backward passes as there are
 
 Profiles
 - `_C`, `_profiler`, `_RecordFunctionFast`: a range in a profile at a twentieth of what the public one takes

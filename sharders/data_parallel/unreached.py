@@ -325,7 +325,7 @@ def _any_reach(kind: Any) -> Any:
                     rest(self.sharded_param)
                     return earlier
                 if earlier is not None:
-                    earlier._local_tensor.add_(tensor)
+                    local_of(earlier).add_(tensor)
                     return earlier
             return super().to_sharded_dtensor(tensor)
 
