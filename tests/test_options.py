@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.num_heads, self.norm = 2, nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
 
@@ -174,7 +174,7 @@ DDP: dict[str, dict[str, Any]] = {
     "plain": {},
     "unused": {"find_unused_parameters": True},
     "views": {"gradient_as_bucket_view": True},
-    "small buckets": {"bucket_cap_mb": 1e-4, "broadcast_buffers": False},
+    "small buckets": {"bucket_cap_mb": 1e-4},
 }
 FSDP: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -245,7 +245,7 @@ def world_of(on: str) -> int:
 
 
 @pytest.mark.parametrize(("on", "kind", "options"), CASES)
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(52)
 def test_options_beside_habits(on: str, kind: str, options: str) -> None:
     run_ranks(world_of(on), trains, on, kind, (DDP if kind == "ddp" else FSDP)[options])
 
