@@ -243,6 +243,31 @@ def test_what_each_branch_runs() -> None:
     assert list(find_units(EitherWay(), None)) == ["always.0", "always.1"]
 
 
+class InEachBranch(Branches):
+    """In each branch, as the blocks of vision transformers are run; and those of a head, where the model has one."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None:
+            for block in self.low:
+                x = block(x) * mask
+        elif self.training and len(x) > 2:
+            x = checkpoint(self.low, x)
+        else:
+            x = self.low(x)
+        if self.high is not None:
+            x = self._last(x)
+        return self.head(self.always(x)) if len(x) > 1 else self.head(x)
+
+    def _last(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.high(x)
+        return out
+
+
+def test_what_is_run_in_each_branch() -> None:
+    """Blocks of timm's vision transformers were gathered whole, with the root."""
+    assert list(find_units(InEachBranch(), None)) == ["low.0", "low.1", "high.0", "high.1"]
+
+
 @pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 _ITSELF = ("forward", "__call__")
+_IS_THERE = re.compile(r"self\.\w+ is not None")
 
 
 @cache
@@ -25,7 +27,7 @@ def runs_in_turn(owner: Any, name: str) -> bool:
     False where the code is not there to be read, where a call is in one branch of an `if` alone, or the loop may end
     early.
     """
-    return any(_calls_each(statement, name) for function in _functions(owner) for statement in _sure(function))
+    return any(_does(_sure(function), lambda each: _calls_each(each, name)) for function in _functions(owner))
 
 
 @cache
@@ -36,9 +38,13 @@ def is_optional(owner: Any, name: str) -> bool:
     """
     functions = [*_functions(owner)]
     anywhere = (node for function in functions for node in ast.walk(function))
-    sure = (node for function in functions for each in _sure(function) for node in _certain(each))
     own = {f"self.{name}"}
-    return any(_calls(node, own) for node in anywhere) and not any(_calls(node, own) for node in sure)
+
+    def runs(each: ast.stmt) -> bool:
+        return any(_calls(node, own) for node in _certain(each)) or _calls_each(each, name)
+
+    is_called = any(_calls(node, own) for node in anywhere)
+    return is_called and not any(_does(_sure(function), runs) for function in functions)
 
 
 @cache
@@ -71,9 +77,29 @@ def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
         if function is None:
             continue
         yield function
-        for statement in _sure(function):
-            called = [ast.unparse(node.func) for node in _certain(statement) if isinstance(node, ast.Call)]
-            waiting += [name.removeprefix("self.") for name in called if name.startswith("self.")]
+        waiting += [name.removeprefix("self.") for name in _called(_sure(function)) if name.startswith("self.")]
+
+
+def _called(statements: Iterable[ast.stmt]) -> set[str]:
+    """What these statements surely call, as code; of an `if` with an `else`, what both sides do."""
+    found = set[str]()
+    for each in statements:
+        if isinstance(each, ast.If):
+            found |= _called(_sure_of(each.body)) & _called(_sure_of(each.orelse))
+        else:
+            found |= {ast.unparse(node.func) for node in _certain(each) if isinstance(node, ast.Call)}
+    return found
+
+
+def _does(statements: Iterable[ast.stmt], what: Callable[[ast.stmt], bool]) -> bool:
+    """Whether one of these statements does it; of an `if` with an `else`, each side."""
+    for each in statements:
+        if isinstance(each, ast.If):
+            if all(_does(_sure_of(side), what) for side in (each.body, each.orelse)):
+                return True
+        elif what(each):
+            return True
+    return False
 
 
 @cache
@@ -92,9 +118,11 @@ def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
 
 
 def _sure(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """Statements that are in no branch, nor behind one that may return; of a loop, it alone; calls of both branches.
+    """Statements that are in no branch, nor behind one that may return; of a loop, it alone, and so of an `if` with an
+    `else`.
 
-    What is computed where an argument was not given, as encoders' outputs are, is in no branch: ranks call alike.
+    What is computed where an argument was not given, as encoders' outputs are, is in no branch: ranks call alike. Nor
+    is what is where the model has something (`if self.head is not None`): their models are alike.
     """
     args = [*function.args.posonlyargs, *function.args.args]
     with_default = [*zip(args[len(args) - len(function.args.defaults) :], function.args.defaults, strict=True)]
@@ -104,30 +132,20 @@ def _sure(function: ast.FunctionDef) -> Iterator[ast.stmt]:
     return _sure_of(function.body, {arg.arg for arg, value in with_default if ast.unparse(value) == "None"})
 
 
-def _sure_of(body: list[ast.stmt], optional: set[str]) -> Iterator[ast.stmt]:
+def _sure_of(body: list[ast.stmt], optional: Set[str] = frozenset()) -> Iterator[ast.stmt]:
     for statement in body:
         if isinstance(statement, ast.With):
             yield from _sure_of(statement.body, optional)
         elif isinstance(statement, ast.If):
             left, is_none, right = ast.unparse(statement.test).rpartition(" is None")
-            if is_none and not right and left in optional:
+            if (is_none and not right and left in optional) or _IS_THERE.fullmatch(ast.unparse(statement.test)):
                 yield from _sure_of(statement.body, optional)
             elif statement.orelse:
-                yield from _on_both_sides(statement, optional)
+                yield statement
         elif not isinstance(statement, (ast.While, ast.Try)):
             yield statement
         if not isinstance(statement, ast.FunctionDef) and any(isinstance(x, ast.Return) for x in ast.walk(statement)):
             return
-
-
-def _on_both_sides(branches: ast.If, optional: set[str]) -> Iterator[ast.stmt]:
-    """What both call, without what each of them calls it with."""
-    one, other = (
-        [node.func for each in _sure_of(side, optional) for node in _certain(each) if isinstance(node, ast.Call)]
-        for side in (branches.body, branches.orelse)
-    )
-    there = {ast.unparse(func) for func in other}
-    yield from (ast.Expr(ast.Call(func, [], [])) for func in one if ast.unparse(func) in there)
 
 
 def _calls_each(statement: ast.stmt, name: str) -> bool:
