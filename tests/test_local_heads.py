@@ -1,8 +1,11 @@
 """Attentions that call their numbers of heads local, as code that was written to be split does: Meta's Llama, whose
 `n_local_heads` are of the queries, and gpt-fast, whose are of keys and values. Or `head_size` what all heads are
-together, as LXMERT does, and `num_attn_heads` their number, as ProphetNet does."""
+together, as LXMERT does, and `num_attn_heads` their number, as ProphetNet does. Or a module splits them, which holds
+their number under the name of an axis, as einops' `Rearrange` does in x-transformers."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -16,6 +19,17 @@ HEADS, GROUPS, SIZE = 4, 2, 4
 WIDTH = HEADS * SIZE
 
 
+class SplitHeads(nn.Module):
+    """Of both forms, the second is what is read."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.sizes, self._sizes = sizes, tuple(sizes.items())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (dict(self._sizes)["h"], -1)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     def __init__(self, style: str) -> None:
         super().__init__()
@@ -24,12 +38,18 @@ class Attention(nn.Module):
             self.n_local_heads, self.n_local_kv_heads = HEADS, GROUPS
         elif style == "joined":
             self.num_attn_heads, self.num_kv_heads, self.head_size = HEADS, GROUPS, WIDTH
+        elif style == "named":
+            self.split, self.split_groups = SplitHeads(h=HEADS, w=WIDTH), SplitHeads(h=GROUPS)
         else:
             self.n_head, self.n_local_heads = HEADS, GROUPS
         self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.wk, self.wv = (nn.Linear(WIDTH, GROUPS * SIZE, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.style == "named":
+            q, k, v = self.split(self.wq(x)), *(self.split_groups(w(x)) for w in (self.wk, self.wv))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return self.wo(out.transpose(1, 2).flatten(2))
         if self.style == "joined":
             heads, groups = self.num_attn_heads, self.num_kv_heads
         else:
@@ -82,8 +102,9 @@ def check(style: str) -> None:
     expected = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(copy.deepcopy(model)(ids), plain(ids))
 
 
-@pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined"])
+@pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined", "named"])
 def test_they_are_divided(style: str) -> None:
     run_ranks(2, check, style)

@@ -35,9 +35,10 @@ from sharders.tensor_parallel.structure.feeds import find_feed, guesses
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
-from sharders.tensor_parallel.structure.numbers import number_of
+from sharders.tensor_parallel.structure.numbers import by_name, number_of
 from sharders.tensor_parallel.structure.sources import source_of
 from sharders.tensor_parallel.structure.transformer import (
+    AXES_OF_HEADS,
     CONFIGS,
     HEAD_DIM,
     HEADS,
@@ -307,6 +308,12 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                     is_count = is_local or counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield Attribute(join_name(outer, name), attribute, value, is_count, down)
+                held = (
+                    (holder, axis, by_name(x).get(axis)) for holder, x in vars(module).items() for axis in AXES_OF_HEADS
+                )
+                for holder, axis, count in held:
+                    if type(count) is int and count in counts.values():
+                        yield Attribute(join_name(outer, name), f"{holder}.{axis}", count, True, down)
                 kind: Any = type(module)
                 of_config = ((f"{c}.{attribute}", count) for c in CONFIGS for attribute, count in counts.items())
                 for attribute, count in of_config:

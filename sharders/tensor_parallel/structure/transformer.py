@@ -28,8 +28,10 @@ KV_HEADS = (
 LOCAL_HEADS = ("n_local_heads", "num_local_heads", "n_local_kv_heads", "num_local_kv_heads")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
 CONFIGS = ("config", "cfg", "args", "params")
+AXES_OF_HEADS = ("h", "heads", "num_heads")
 """Names of attributes that hold numbers of heads, of key/value heads, of either (in code that was written to be split:
-Meta's Llama has query heads by the first, gpt-fast keys and values), the size of a head, and other attributes."""
+Meta's Llama has query heads by the first, gpt-fast keys and values), the size of a head, other attributes, and an
+axis of heads where sizes are held by name."""
 
 IMAGE_SIZES = ("image_size", "img_size", "input_size", "sample_size")
 """Names of attributes that hold the height and width of images: a number or two."""
