@@ -177,6 +177,15 @@ def test_blocks_of_a_list_without_attention_are_found_by_their_mlp() -> None:
     assert [(u.up, u.down) for u in found.blocks[2].branches] == [(("w1", "w3"), "w2")]
 
 
+def test_blocks_may_be_in_a_list_for_each_layer() -> None:
+    """As x-transformers', of a norm and what it is before; MLPs stayed whole."""
+    blocks = [part for layer in Llama(layers=2).layers for part in (layer.attention, layer.feed_forward)]
+    layers = nn.ModuleList(nn.ModuleList((nn.LayerNorm(32), block)) for block in blocks)
+    found = recognise(nn.ModuleDict({"layers": layers}))
+    assert [b.path for b in found.blocks] == ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]
+    assert [(u.up, u.down) for u in found.blocks[1].branches] == [(("w1", "w3"), "w2")]
+
+
 def test_recognition_reads_no_values() -> None:
     with torch.device("meta"):
         assert recognise(Llama()) == recognise(Llama())

@@ -67,7 +67,8 @@ def is_norm(module: nn.Module, width: int) -> bool:
 def _block_paths(
     modules: Mapping[str, nn.Module], attentions: Mapping[str, Branch | Whole], claimed: set[str]
 ) -> list[str]:
-    """The block of each attention, and the other modules of the same list that hold an MLP (hybrids)."""
+    """The block of each attention, and the other modules of the same list that hold an MLP (hybrids); or of lists like
+    it in one, as x-transformers has for each layer's norm and attention, or norm and MLP."""
     chosen: set[str] = set()
     for path in attentions:
         repeated = [p for p in outward(path) if _is_repeated(p, modules)]
@@ -79,6 +80,10 @@ def _block_paths(
             holds = (p for p in outward(path) if p and _mlps(p, modules[p], claimed)[0])
             chosen.add(next(holds, path))
     lists = {p.rpartition(".")[0] for p in chosen if _is_repeated(p, modules)}
+    outer = {p.rpartition(".")[0] for p in lists if p and isinstance(modules[p], nn.ModuleList)}
+    for path in outer:
+        if isinstance(stack := modules[path], nn.ModuleList):
+            lists |= {join_name(path, name) for name, each in stack.named_children() if isinstance(each, nn.ModuleList)}
     for path in modules:
         if _is_repeated(path, modules) and path.rpartition(".")[0] in lists and path not in chosen:
             holds_other = any(is_inside(c, path) for c in chosen)
