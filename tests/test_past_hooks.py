@@ -200,6 +200,61 @@ def test_a_method_of_the_root_beside_its_forward() -> None:
     run_ranks(2, _method_of_the_root)
 
 
+class Towers(nn.Module):
+    """Encodes by methods that read its own weights, as CLIP's and vision transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
+        self.layers, self.projection = nn.ModuleList(Block() for _ in range(2)), nn.Parameter(torch.randn(4, 6))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x += self.positions[: x.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return x[:, 0] @ self.projection
+
+    @torch.no_grad()
+    def encode_many(self, *xs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.mean(1) @ self.projection for x in xs])
+
+    @torch.no_grad()
+    def move(self, x: torch.Tensor) -> None:
+        self.first.add_(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def encodes(shape: tuple[int, ...], names: tuple[str, ...], resharded: bool | None) -> None:
+    env, x = ShardingEnv.from_mesh(mesh(shape, names)), torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
+    wrapper = FSDPWrapper(reshard_after_forward=resharded)
+    model, plain = DistributedModelParallel(Towers(), env, data_parallel_wrapper=wrapper), Towers()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for _ in range(2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(model.encode(x), plain.encode(x))
+                torch.testing.assert_close(model.module.encode_many(x, x), plain.encode_many(x, x))
+        with pytest.raises(ShardError, match=r"encode\(\) of 'FSDPTowers' reads a weight past .*torch.no_grad\(\)"):
+            model.encode(x)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model.module.encode_many(x), plain.encode_many(x))
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor"):  # what writes finds the piece
+            model.move(torch.ones(1, 1, 4))
+
+
+@pytest.mark.parametrize("resharded", [None, False])
+def test_a_method_that_reads_weights_of_its_own(resharded: bool | None) -> None:
+    """torch said "mixed torch.Tensor and DTensor" of `model.encode_image(images)`."""
+    run_ranks(2, encodes, (2,), ("shard",), resharded)
+
+
 class Recurrent(nn.Module):
     """Whose first hidden states are made of a weight, for its dtype and device."""
 

@@ -40,6 +40,7 @@ from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.options import check_fsdp, check_parts, check_torch
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
+from sharders.data_parallel.read_outside import read_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
     clear_by_zero_grad,
@@ -189,6 +190,7 @@ class FSDPWrapper:
         free = _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None)
         module.register_forward_pre_hook(lambda *_: free(), prepend=True)
         gather_outside(module, list(units.values()), free)
+        read_outside(module, free)
         reduce_unreached_chunks(module)
         keep_writes(module)
         keep_order({**units, "": module}, env.everyone)

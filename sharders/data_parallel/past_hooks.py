@@ -19,7 +19,13 @@ from torch import nn
 from dmp import ShardError, is_dtensor, join_name
 
 _TORCH = str(Path(torch.__file__).parent)
-_MIXED = "got mixed torch.Tensor and DTensor"
+MIXED = "got mixed torch.Tensor and DTensor"
+PAST = (
+    "call the wrapped model; or call it under torch.no_grad(); or, of a method of the model that calls it, on all "
+    "ranks, tell FSDP2 once after wrapping: "
+    "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
+)
+"""What to do about what is run past the forward."""
 
 
 def gather_by_forward(unit: Any) -> None:
@@ -65,7 +71,7 @@ def explain_pieces(root: Any, units: Sequence[Any]) -> None:
                     f"have been made for the shape of a piece: the forward pass stopped with {str(error)!r}. Add it "
                     "before wrapping (get_peft_model, then DistributedModelParallel), and call the wrapped model"
                 ) from error
-            if _MIXED in str(error):
+            if MIXED in str(error):
                 raise ShardError(_explained(root, units, error)) from error
             raise
 
@@ -142,10 +148,7 @@ def _refuse(module: nn.Module, root: Any) -> None:
         return
     path = next((path for path, part in root.named_modules() if part is module), "")
     raise ShardError(
-        f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: call the "
-        "wrapped model; or call it under torch.no_grad(); or, of a method of the model that calls it, on all ranks, "
-        "tell FSDP2 once after wrapping: "
-        "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
+        f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: {PAST}"
     )
 
 

@@ -1,0 +1,96 @@
+"""Methods that read a weight past the model's forward, in which FSDP2 gathers it: `model.encode_image(images)`.
+
+Models read their own parameters there (positions, class tokens, projections), find pieces, and torch refuses the piece
+beside a plain tensor. Without gradients such an operation is given the whole of the piece, which all ranks gather as
+they run the method. With gradients these would be of this rank's samples alone: that is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Container
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from dmp import ShardError, is_dtensor
+from sharders.data_parallel.past_hooks import MIXED, PAST
+
+_REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
+"""What torch says of a piece beside a plain tensor, and of a view of a piece in inference mode."""
+
+
+def read_outside(root: Any, before_forward: Callable[[], None]) -> None:
+    """Have methods that read a weight past the root's forward compute with the whole of it; collective, where they do.
+
+    Args:
+        root: after `fully_shard`.
+        before_forward: what is done before each forward of the root.
+    """
+    state = root._get_fsdp_state()
+    meshes = {p.device_mesh for p in root.parameters() if is_dtensor(p)}
+
+    def wrapped(own: Callable[..., Any], path: str) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or state._training_state.name != "IDLE":
+                return own(*args, **kwargs)
+            if not torch.is_grad_enabled() or hasattr(own, "__wrapped__"):  # a decorator may be torch.no_grad()
+                before_forward()
+            with _Whole(meshes, f"{own.__name__}() of {path or type(root).__name__!r}"):
+                return own(*args, **kwargs)
+
+        return method
+
+    for path, module in root.named_modules():
+        names = frozenset(name for name, p in module._parameters.items() if is_dtensor(p))
+        for name in _readers(cast("Any", type(module)), names):
+            setattr(module, name, wrapped(getattr(module, name), path))
+
+
+class _Whole(TorchFunctionMode):
+    """Gives operations the whole of a piece where torch refuses the piece; what writes to one is left to it."""
+
+    def __init__(self, meshes: Container[Any], method: str) -> None:
+        super().__init__()
+        self.meshes, self.method = meshes, method
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(each in str(error) for each in _REFUSED):
+                raise
+            if torch.is_grad_enabled():
+                raise ShardError(
+                    f"{self.method} reads a weight past the forward, in which it is gathered: {PAST}"
+                ) from error
+            name = func.__name__
+            written = int(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
+            rest, named = tree_map(self._whole, (args[written:], kwargs))
+            return func(*args[:written], *rest, **named)
+
+    def _whole(self, value: Any) -> Any:
+        return value.full_tensor() if is_dtensor(value) and value.device_mesh in self.meshes else value
+
+
+@functools.cache
+def _readers(kind: Any, names: frozenset[str]) -> tuple[str, ...]:
+    """Methods of a class that is not torch's own, beside `forward`, whose code reads one of these attributes."""
+    own = [of for of in kind.__mro__[: kind.__mro__.index(nn.Module)] if not of.__module__.startswith("torch.")]
+    every = {name: value for of in reversed(own) for name, value in vars(of).items() if not name.startswith("__")}
+    every.pop("forward", None)
+    functions = {name: inspect.unwrap(value) for name, value in every.items() if isinstance(value, FunctionType)}
+    return tuple(name for name, function in functions.items() if names & _read(function.__code__))
+
+
+def _read(code: CodeType) -> set[str]:
+    """Names of attributes that code reads, and code within it."""
+    inside = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*map(_read, inside))
