@@ -289,8 +289,9 @@ def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candi
         styles, divided = _of_blocks(runs, _proved, notes, _merged(biased))
     except UnprovedError:
         notes.append(f"not proved: {failure}")
-        branches = list(_without_disproved(runs, branches, notes))
-        styles, divided = _verified(runs, branches, notes, _merged(biased))
+        branches, alone = _settled(runs, branches, notes)
+        styles, divided = _verified(runs, branches, notes, {**_merged(biased), **alone[0]})
+        styles, divided = {**styles, **alone[0]}, {**divided, **alone[1]}
     else:
         notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
@@ -360,16 +361,29 @@ def _seen_vocabulary(
     return []
 
 
-def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
-    """Branches without those that run alone, of the first block of each structure, and are wrong there, or raise."""
-    for candidate in branches:
-        styles = {path: style for path, style in candidate.styles.items() if is_inside(path, candidate.block)}
-        proof = prove(runs, styles, [runs.divide_by_source(styles)])
-        failure = proof.wrong or proof.raised
-        if failure:
-            notes.append(f"{candidate.name}: {BECAUSE} {failure}")
+def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[list[_Candidate], _Found]:
+    """Branches of which nothing runs alone; and what is proved of the others, by modules of the first block of each
+    structure that do. What is wrong there in all ways, or raises, is left whole."""
+    unseen: list[_Candidate] = []
+    found: dict[str, str] = {}
+    local: Divided = {}
+    for each in branches:
+        failure = ""
+        for styles in (each.styles, *each.otherwise):
+            first = {path: style for path, style in styles.items() if is_inside(path, each.block)}
+            proof = prove(runs, first, itertools.islice(runs.divisions(styles), _TRIES_OF_ONE))
+            failure = failure or proof.wrong or proof.raised
+            if proof.wrong or proof.raised:
+                continue
+            if proof.left:
+                unseen.append(each)
+            else:
+                found, local = {**found, **styles}, {**local, **(proof.divided or {})}
+                notes.append(f"{each.name}: proved alone")
+            break
         else:
-            yield candidate
+            notes.append(f"{each.name}: {BECAUSE} {failure}")
+    return unseen, (found, local)
 
 
 def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str], whole: Collection[str]) -> _Found:

@@ -43,7 +43,7 @@ class PlanProof(Verdict):
     """What a module that runs alone raised once it was split, where none around what is split could be compared."""
 
     left: tuple[str, ...] = ()
-    """Modules that are split, of which nothing was seen though the model ran."""
+    """Modules that are split, of which nothing was seen."""
 
     @property
     def note(self) -> str:
@@ -94,7 +94,7 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
     if found.wrong:
         return PlanProof(found.wrong)
     where = _named(found.left) if found.left else f"outside {_named(found.proved, '')}"
-    return PlanProof(unproved=f"{where}: {why}", divided=divided, raised=found.raised)
+    return PlanProof(unproved=f"{where}: {why}", divided=divided, raised=found.raised, left=tuple(found.left))
 
 
 def _prove_rest(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, verdict: Verdict) -> PlanProof:

@@ -31,6 +31,7 @@ _NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
 _QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
 _JOINT = re.compile(r"(w_?|c_|to_?|in_)?(qkv|attn|query_key_value)" + _AFTER)
+_KEYS = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(kv|k_v|key_value|keys_values)" + _AFTER)
 _BACK = re.compile(r"(\w*_)?(o|out|output)(_\w*)?")
 _OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
 
@@ -40,7 +41,7 @@ def attentions_in(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]
     found: dict[str, Branch | Whole] = {}
     around: set[str] = set()
     # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
-    for find in (_attention, _latent, _with_mlp, _fused):
+    for find in (_attention, _latent, _joint_keys, _with_mlp, _fused):
         for path, module in list(modules.items())[::-1]:
             is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
             if is_list or path in around or any(p in found for p in outward(path)):
@@ -74,6 +75,27 @@ def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
                 up, down = match
                 return _with_heads(path, module, up, down, linears)
     return None
+
+
+def _joint_keys(path: str, module: nn.Module) -> Branch | None:
+    """An attention whose key and value are one Linear beside the query's, by their names; the output may be in a
+    Sequential, before its dropout."""
+    own, downs = linears_in(module, 1), linears_in(module, 2)
+    pairs = [(q, kv) for q in own for kv in own if _QKV.fullmatch(last_of(q)) and _KEYS.fullmatch(last_of(kv))]
+    heads, size = _number([module], HEADS), _number([module], HEAD_DIM)
+    if len(pairs) != 1 or heads is None is size:
+        return None
+    ((query, keys),) = pairs
+    width, inner = own[query].in_features, own[query].out_features
+    outs = [
+        n for n, of in downs.items() if n not in (query, keys) and (of.in_features, of.out_features) == (inner, width)
+    ]
+    of_head = inner // heads if heads is not None else size
+    if len(outs) != 1 or not of_head or inner % of_head or own[keys].out_features % (2 * of_head):
+        return None
+    of = Heads(inner // of_head, own[keys].out_features // (2 * of_head), of_head)
+    query, keys, down = (join_name(path, name) for name in (query, keys, outs[0]))
+    return Branch(path, (query,), down, inner, of, second=((keys, "colwise_packed_2"),))
 
 
 def _with_mlp(path: str, module: nn.Module) -> Branch | None:

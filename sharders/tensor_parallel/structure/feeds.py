@@ -101,7 +101,7 @@ def _widths_of_second(copies: MetaCopies) -> list[int]:
     found = [copies.transformer.width]
     for block in copies.transformer.representatives():
         for branch in block.branches:
-            own = [n for n, style in branch.second if style == "colwise"] or branch.up
+            own = [n for n, style in branch.second if style.startswith("colwise")] or branch.up
             every = [features_of(copies.model.get_submodule(join_name(block.path, n))) for n in own]
             found += [each.in_features for each in every if each is not None]
     return list(dict.fromkeys(found[::-1]))
