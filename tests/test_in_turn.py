@@ -210,7 +210,9 @@ def test_towers_that_are_all_run() -> None:
 class UnlessGiven(Branches):
     """As encoders are run: where nobody hands in what they gave; and as towers of images are, where there are some."""
 
-    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None, *, encoded: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, image: Any = None, *, encoded: Any = None) -> torch.Tensor:
+        if x is None:
+            return torch.zeros(())
         if encoded is None:
             encoded = self.low(x)
         if image is not None:

@@ -140,7 +140,8 @@ def _sure_of(body: list[ast.stmt], optional: Set[str] = frozenset()) -> Iterator
             left, is_none, right = ast.unparse(statement.test).rpartition(" is None")
             if (is_none and not right and left in optional) or _IS_THERE.fullmatch(ast.unparse(statement.test)):
                 yield from _sure_of(statement.body, optional)
-            elif statement.orelse:
+                continue  # where one returns, all do
+            if statement.orelse:
                 yield statement
         elif not isinstance(statement, (ast.While, ast.Try)):
             yield statement
