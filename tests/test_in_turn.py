@@ -226,6 +226,46 @@ def test_what_is_run_unless_its_result_is_given() -> None:
     assert list(find_units(UnlessGiven(), None)) == ["low.0", "low.1", "always.0", "always.1"]
 
 
+class Pairs(nn.Module):
+    """Layers that are lists, as of an attention and an MLP in vit-pytorch; of each the last is passed over at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList(nn.ModuleList((Expert(), Mixing(), Expert())) for _ in range(2))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for expert, mixing, last in self.stages:
+            x = mixing(x + expert(x))
+            if x[:, 0].mean() < 0.2:
+                x = last(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Mixing(Expert):
+    """Another class."""
+
+
+class ByPlace(Pairs):
+    """By its place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, stage in enumerate(self.stages):
+            x = stage[1](x + self.stages[number][0](x))
+        for i in range(2):
+            x = self.stages[i][2](x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_layers_that_are_lists() -> None:
+    """They were gathered whole, with the root, and nothing was said."""
+    assert list(find_units(Pairs(), None)) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert list(find_units(ByPlace(), None)) == [f"stages.{i}.{place}" for i in range(2) for place in (1, 2)]
+
+
 class EitherWay(Branches):
     """As a model with an encoder, or without, calls its language model."""
 
@@ -308,7 +348,7 @@ def beside_one_process(kind: Any, axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
-@pytest.mark.parametrize("kind", [Asked, Words, Branches, Keyed])
+@pytest.mark.parametrize("kind", [Asked, Words, Branches, Keyed, Pairs])
 @pytest.mark.sampled(4)
 def test_experts_that_only_some_ranks_run(kind: Any, axis: str) -> None:
     run_ranks(2, beside_one_process, kind, axis)

@@ -40,12 +40,24 @@ def repeated_blocks(module: nn.Module, ignored: Collection[str] = ()) -> dict[st
     return found
 
 
-def _collect(module: nn.Module, path: str, dense: set[int], found: dict[str, nn.Module], seen: set[int]) -> None:
+def _collect(
+    module: nn.Module,
+    path: str,
+    dense: set[int],
+    found: dict[str, nn.Module],
+    seen: set[int],
+    beside: Counter[type[nn.Module]] | None = None,
+) -> None:
+    """Blocks inside of a module; `beside` counts classes in lists like it in one list, as of (attention, MLP) each."""
     seen.add(id(module))
     is_stack = isinstance(module, nn.ModuleList) and path.rpartition(".")[2] in _STACK_NAMES
     in_row = isinstance(module, (nn.ModuleList, nn.Sequential))
     worthy = [in_row and _is_worth_a_block(child, dense) for child in module._modules.values()]
-    times = Counter(type(c) for c, w in zip(module._modules.values(), worthy, strict=True) if w)
+    times = beside or Counter(
+        type(c) for c, w in zip(module._modules.values(), worthy, strict=True) if c is not None and w
+    )
+    inner = [each for each in module._modules.values() if isinstance(each, nn.ModuleList)]
+    in_lists = Counter(type(c) for each in inner for c in each.children() if _is_worth_a_block(c, dense))
     for (name, child), is_worthy in zip(module._modules.items(), worthy, strict=True):
         if child is None or id(child) in seen:
             continue
@@ -54,7 +66,8 @@ def _collect(module: nn.Module, path: str, dense: set[int], found: dict[str, nn.
             seen.add(id(child))
             found[child_path] = child
         else:
-            _collect(child, child_path, dense, found, seen)
+            is_inner = isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList)
+            _collect(child, child_path, dense, found, seen, in_lists if is_inner else None)
 
 
 def _is_worth_a_block(module: nn.Module | None, dense: set[int]) -> bool:
@@ -144,20 +157,24 @@ def _unsure_above(module: nn.Module, path: str) -> Iterator[tuple[str, type[nn.M
     The owner of what is in a `ModuleDict` is what has that.
     """
     parts, owner = path.split("."), module
-    of, prefix = module, ""  # whose code it is, and what it calls the dict that it goes through
+    of, prefix = module, ""  # whose code it is, and what it calls the dict or list that it goes through
     for depth, part in enumerate(parts[:-1], 1):
         child = owner._modules[part]
         assert child is not None
         here, kind = ".".join(parts[:depth]), cast("Any", type(of))
-        if isinstance(child, nn.ModuleList):
-            if not (part in _STACK_NAMES or runs_in_turn(kind, prefix + part)):
+        if isinstance(child, nn.ModuleList) and isinstance(owner, nn.ModuleList):
+            if not (parts[depth].isdigit() and runs_in_turn(kind, prefix[:-1], int(parts[depth]))):
+                yield here, kind
+        elif isinstance(child, nn.ModuleList):
+            is_judged_inside = isinstance(child._modules[parts[depth]], nn.ModuleList)
+            if not (is_judged_inside or part in _STACK_NAMES or runs_in_turn(kind, prefix + part)):
                 yield here, kind
         elif isinstance(child, nn.ModuleDict):
             if is_chosen(kind, prefix + part):
                 yield here, kind
         elif is_optional(kind, prefix + part) or (prefix and is_optional(kind, f"{prefix[:-1]}[{part!r}]")):
             yield here, kind
-        if isinstance(child, nn.ModuleDict):
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
             owner, prefix = child, f"{prefix}{part}."
         else:
             owner, of, prefix = child, child, ""

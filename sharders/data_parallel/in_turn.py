@@ -21,13 +21,14 @@ _IS_THERE = re.compile(r"self\.\w+ is not None")
 
 
 @cache
-def runs_in_turn(owner: Any, name: str) -> bool:
-    """Whether some loop in the code of a class goes over `self.<name>` and calls each, whatever the values are.
+def runs_in_turn(owner: Any, name: str, place: int | None = None) -> bool:
+    """Whether some loop in the code of a class goes over `self.<name>` and calls each, whatever the values are; or what
+    is at a place in each, where these are lists.
 
     False where the code is not there to be read, where a call is in one branch of an `if` alone, or the loop may end
     early.
     """
-    return any(_does(_sure(function), lambda each: _calls_each(each, name)) for function in _functions(owner))
+    return any(_does(_sure(function), lambda each: _calls_each(each, name, place)) for function in _functions(owner))
 
 
 @cache
@@ -149,36 +150,42 @@ def _sure_of(body: list[ast.stmt], optional: Set[str] = frozenset()) -> Iterator
             return
 
 
-def _calls_each(statement: ast.stmt, name: str) -> bool:
+def _calls_each(statement: ast.stmt, name: str, place: int | None = None) -> bool:
     if isinstance(statement, ast.For):
         if any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in ast.walk(statement)):
             return False
-        return _is_called(statement.body, _elements(statement.target, statement.iter, name))
+        return _is_called(statement.body, _elements(statement.target, statement.iter, name, place))
     for node in _certain(statement):
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and len(node.generators) == 1:
             over = node.generators[0]
-            found = _elements(over.target, over.iter, name)
+            found = _elements(over.target, over.iter, name, place)
             if not over.ifs and any(_calls(each, found) for each in _certain(node.elt)):
                 return True
     return False
 
 
-def _elements(target: ast.expr, over: ast.expr, name: str) -> set[str]:
-    """What a loop calls the module that it is at, as code; nothing where it goes over something else."""
+def _elements(target: ast.expr, over: ast.expr, name: str, place: int | None) -> set[str]:
+    """What a loop calls the module that it is at, as code, or what is at a place in it; nothing where it goes over
+    something else."""
+    in_each = "" if place is None else f"[{place}]"
     if isinstance(over, ast.Call) and isinstance(over.func, ast.Name):
         parts = target.elts if isinstance(target, ast.Tuple) else []
         if over.func.id == "range" and isinstance(target, ast.Name):
-            return {f"self.{name}[{target.id}]"}
+            return {f"self.{name}[{target.id}]{in_each}"}
         if over.func.id == "enumerate" and len(parts) == 2:
-            return _elements(parts[1], over.args[0], name)
+            return _elements(parts[1], over.args[0], name, place)
         if over.func.id == "zip" and len(parts) == len(over.args):
-            return {found for each in zip(parts, over.args, strict=True) for found in _elements(*each, name)}
+            return {found for each in zip(parts, over.args, strict=True) for found in _elements(*each, name, place)}
         if over.func.id in ("reversed", "list", "tuple"):
-            return _elements(target, over.args[0], name)
+            return _elements(target, over.args[0], name, place)
         return set()
     if isinstance(over, ast.Subscript) and isinstance(over.slice, ast.Slice):
         over = over.value
-    return {ast.unparse(target)} if ast.unparse(over) == f"self.{name}" else set()
+    if ast.unparse(over) != f"self.{name}":
+        return set()
+    if place is not None and isinstance(target, ast.Tuple):
+        return {ast.unparse(each) for each in target.elts[place : place + 1]}
+    return {ast.unparse(target) + in_each}
 
 
 def _is_called(body: list[ast.stmt], elements: set[str]) -> bool:
