@@ -22,7 +22,7 @@ from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
-from sharders.tensor_parallel.split.styles import PACKED, Style
+from sharders.tensor_parallel.split.styles import PACKED, SPLITTING, Style, family
 from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, biases_outside, norms_of_heads, values_of_heads
@@ -375,7 +375,7 @@ def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> t
             failure = failure or proof.wrong or proof.raised
             if proof.wrong or proof.raised:
                 continue
-            if proof.left:
+            if proof.left or not all(family(style) in SPLITTING for style in styles.values()):
                 unseen.append(each)
             else:
                 found, local = {**found, **styles}, {**local, **(proof.divided or {})}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from dmp import is_inside
+from dmp import is_inside, join_name
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.proof import RAISES, Verdict
 from sharders.tensor_parallel.proof.sample import UnprovedError
@@ -137,24 +137,27 @@ class _Alone(NamedTuple):
 
 def _each_alone(runs: ModelRuns, split: Iterable[str], styles: Mapping[str, Style], divided: Divided) -> _Alone:
     left: list[str] = []
-    proved: list[str] = []
+    proved: dict[str, set[str]] = {}  # with what was not reached
     raised = ""
     for path in split:
-        if any(is_inside(path, scope) for scope in proved):
+        if any(is_inside(path, scope) and path not in unreached for scope, unreached in proved.items()):
             continue
-        scope, wrong = _first_that_runs(runs, path, styles, divided)
+        scope, wrong, unreached = _first_that_runs(runs, path, styles, divided)
         if scope is not None and wrong:
-            return _Alone(proved, left, raised, wrong)
+            return _Alone([*proved], left, raised, wrong)
         raised = raised or wrong
-        (left if scope is None else proved).append(path if scope is None else scope)
-    return _Alone(proved, left, raised, "")
+        if scope is None:
+            left.append(path)
+        else:
+            proved[scope] = unreached
+    return _Alone([*proved], left, raised, "")
 
 
 def _first_that_runs(
     runs: ModelRuns, path: str, styles: Mapping[str, Style], divided: Divided
-) -> tuple[str | None, str]:
-    """The outermost module around `path` that runs alone and split, and what is wrong with the plan there; where none
-    runs split, what the innermost of those that run whole raises."""
+) -> tuple[str | None, str, set[str]]:
+    """The outermost module around `path` that runs alone and split, what is wrong with the plan there, and what in it
+    is not reached; where none runs split, what the innermost of those that run whole raises."""
     raised = ""
     around = [scope for scope in outward(path) if scope and scope != path]
     for scope in around[::-1]:
@@ -169,9 +172,9 @@ def _first_that_runs(
         wrong = verdict.wrong or ""
         said = wrong and f"in module {scope!r} alone, {wrong}"
         if not verdict.unproved and not wrong.startswith(RAISES):
-            return scope, said
+            return scope, said, {join_name(scope, unreached) for unreached in verdict.unreached}
         raised = said or raised
-    return None, raised
+    return None, raised, set()
 
 
 def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
