@@ -1,5 +1,6 @@
 """Attentions whose key and value are one Linear beside the query's, as Perceiver's and PVT's, in models whose inputs
-nobody guesses and whose layers are lists, which do not run: each attention and MLP is proved alone."""
+nobody guesses and whose layers are lists, which do not run: each attention and MLP is proved alone. One that takes rows
+of sequences alone, (B, R, N, D), is given some."""
 
 from __future__ import annotations
 
@@ -111,3 +112,32 @@ def test_what_is_split(kind: type[Attention]) -> None:
     split = {name for name in placed.layouts if name.endswith("weight")}
     assert mlps <= split
     assert attentions <= split if kind is Attention else attentions.isdisjoint(split)
+
+
+class OfRows(Attention):
+    """As ESM's of aligned sequences; it ran split by its source, and raised in the first step."""
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        B, R, N, D = x.shape
+        k, v = self.to_kv(x).chunk(2, -1)
+        q, k, v = (t.view(B, R, N, self.heads, D // self.heads).transpose(2, 3) for t in (self.to_q(x), k, v))
+        out: torch.Tensor = self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(2, 3).reshape(B, R, N, D))
+        return out
+
+
+class Aligned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfRows(16, 4, 16) for _ in range(2))
+
+    def forward(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = rows["values"]
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_an_attention_of_rows_is_proved() -> None:
+    placed = TensorParallelSharder().place(Aligned(), {}, ShardingEnv.abstract((2,), ("tp",)))
+    assert {"layers.0.to_q.weight", "layers.1.to_kv.weight", "layers.1.to_out.0.weight"} <= placed.layouts.keys()
+    assert any("hidden states (2, 3, 8, 16)" in note and "proved" in note for note in placed.notes)

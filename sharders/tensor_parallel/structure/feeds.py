@@ -64,6 +64,8 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     second = list(_with_second(copies, hidden))
     alone = [Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))]
     yield from (*second, *alone) if _attends_to_two(copies) else (*alone, *second)
+    rows = torch.zeros((BATCH, 3, length, width), dtype=dtype, device="meta")  # of windows, or aligned sequences
+    yield Feed(f"hidden states {tuple(rows.shape)}", (rows,))
     yield from _packed(copies, length, dtype)
 
 
