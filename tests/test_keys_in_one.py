@@ -141,3 +141,53 @@ def test_an_attention_of_rows_is_proved() -> None:
     placed = TensorParallelSharder().place(Aligned(), {}, ShardingEnv.abstract((2,), ("tp",)))
     assert {"layers.0.to_q.weight", "layers.1.to_kv.weight", "layers.1.to_out.0.weight"} <= placed.layouts.keys()
     assert any("hidden states (2, 3, 8, 16)" in note and "proved" in note for note in placed.notes)
+
+
+class AcrossHeads(nn.Module):
+    """What it gives of a head depends on all, as Autoformer's delays do; nobody guesses that it takes three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        parts = zip((self.to_q, self.to_k, self.to_v), (a, b, c), strict=True)
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in parts)
+        heads = (q @ k.transpose(-2, -1)).softmax(-1).mean(1, keepdim=True) @ v
+        out: torch.Tensor = self.to_out(heads.transpose(1, 2).flatten(2))
+        return out
+
+
+class Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = AcrossHeads(), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(x + self.attention(x, x, x))
+        return out
+
+
+class Decoding(Encoding):
+    def forward(self, x: torch.Tensor, cross: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        out: torch.Tensor = self.mlp(x + self.attention(x, cross["x"], cross["x"]))
+        return out
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Encoding() for _ in range(2))
+        self.decoder = nn.ModuleList(Decoding() for _ in range(2))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_what_is_wrong_where_it_runs_is_split_nowhere() -> None:
+    """Attentions of Autoformer's and Informer's decoders were split as their source says, and gave wrong numbers."""
+    placed = TensorParallelSharder().place(Both(), {}, ShardingEnv.abstract((2,), ("tp",)))
+    assert not any("attention" in name for name in placed.layouts)
+    assert "decoder.0.mlp.0.weight" in placed.layouts
+    assert any("decoder.0.attention" in note and "another of these classes is wrong" in note for note in placed.notes)

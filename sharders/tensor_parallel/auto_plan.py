@@ -24,7 +24,7 @@ from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, SPLITTING, Style, family
 from sharders.tensor_parallel.structure.dry_run import DryRunError
-from sharders.tensor_parallel.structure.linears import features_of
+from sharders.tensor_parallel.structure.linears import features_of, kinds_in
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, biases_outside, norms_of_heads, values_of_heads
 from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
 from sharders.tensor_parallel.structure.transformer import Block, Branch
@@ -179,9 +179,7 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 )
             ]
             norms = {join_name(b.path, n): COLWISE_NORM for n in _norms(runs, first, branch) for b in blocks}
-            ways = [
-                {**way, **norms} for way in ways if norms
-            ] + ways  # of what the branch gives, else of the hidden state
+            ways = [{**way, **norms} for way in ways if norms] + ways  # of what it gives, else of the hidden state
             shared = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _shared(model, first, branch)}
             ways = [{**way, **shared} for way in ways if shared] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
@@ -364,7 +362,7 @@ def _seen_vocabulary(
 def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[list[_Candidate], _Found]:
     """Branches of which nothing runs alone; and what is proved of the others, by modules of the first block of each
     structure that do. What is wrong there in all ways, or raises, is left whole."""
-    unseen: list[_Candidate] = []
+    unseen, wrong = list[_Candidate](), set[tuple[type, ...]]()
     found: dict[str, str] = {}
     local: Divided = {}
     for each in branches:
@@ -383,7 +381,10 @@ def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> t
             break
         else:
             notes.append(f"{each.name}: {BECAUSE} {failure}")
-    return unseen, (found, local)
+            wrong.add(kinds_in(runs.model, first))
+    alike = [each for each in unseen if kinds_in(runs.model, each.styles) in wrong]
+    notes += [f"{each.name}: {BECAUSE} another of these classes is wrong, or raises" for each in alike]
+    return [each for each in unseen if each not in alike], (found, local)
 
 
 def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str], whole: Collection[str]) -> _Found:

@@ -8,6 +8,7 @@ the order, and of others not what `forward` does; a plan is proved.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -61,3 +62,9 @@ def resize_output(module: nn.Module, was: int, now: int) -> None:
     """Have a transposed module know another number of output features, whatever it calls them."""
     for name in [name for name, value in vars(module).items() if type(value) is int and value == was]:
         setattr(module, name, now)
+
+
+def kinds_in(model: nn.Module, paths: Iterable[str]) -> tuple[type, ...]:
+    """Classes in the module around the first of these: attentions that are alike have the same."""
+    around = next(iter(paths)).rpartition(".")[0]
+    return tuple(type(module) for module in model.get_submodule(around).modules())
