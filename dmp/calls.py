@@ -13,14 +13,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from threading import Lock, current_thread, get_ident
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from dmp.errors import DmpError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class RowWatch(Protocol):
+    """Is told which rows of a model's tables training forwards read, before those are updated."""
+
+    wants_values: bool
+    """Whether it is told their values too."""
+
+    def wants(self, name: str) -> bool:
+        """Whether it watches the table of that parameter; the same on all ranks."""
+        ...
+
+    def take(self, name: str, rows: Tensor, values: Tensor | None) -> None:
+        """Rows (N,) int64 of the whole table, ascending, each of which this rank alone tells, and their values (N, dim)
+        as they are before the update."""
+        ...
 
 
 class Calls:
@@ -32,6 +48,7 @@ class Calls:
         fused: of what is updated in the backward pass, the groups of options.
         part: what a module updates so -> an optimizer of that; None outside of a model.
         num_compared: ranks that compare `digest` in front of every lookup.
+        watch: is told of rows that are read, by modules with the hook `tells_rows`; None where nobody watches.
     """
 
     def __init__(self, model: str = "") -> None:
@@ -46,6 +63,7 @@ class Calls:
         self.fused: Sequence[Mapping[str, Any]] = ()
         self.part: Callable[[Any], Any] | None = None
         self.num_compared = 0
+        self.watch: RowWatch | None = None
         self.number = 0
         """Of the last forward that was begun."""
         self.forward, self.backward = Call(self, "the forward", 1), Call(self, "the backward")

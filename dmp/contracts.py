@@ -15,6 +15,8 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `module_path: str`, of a `ShardedModule`: set by the wrapper to the module's path, for messages.
 - `calls: Calls`, of a `ShardedModule`: set by the wrapper: whether the model's forward is under way, in which nobody
   but the module itself should read its chunks.
+- `tells_rows: bool`, of a `ShardedModule` with `calls`: whether it tells `calls.watch`, where there is one, of the rows
+  that its training forwards read.
 - `begin(*inputs, **keywords) -> call`, of a `ShardedModule`, with the next two: the first phase of its forward, which
   is `finish(begin(...))`. Other calls may be begun before one is finished, so that a pipeline has the ids of the next
   batch travel while this one computes. It reads no parameter; what is wrong with a batch is raised on all ranks. All
@@ -256,7 +258,7 @@ class Planner(Protocol):
         ...
 
 
-VERSION = 5
+VERSION = 6
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
 HOOKS: Mapping[str, int] = {
@@ -268,6 +270,7 @@ HOOKS: Mapping[str, int] = {
     "phases": 3,
     "travels": 4,
     "stand_for": 5,
+    "tells_rows": 6,
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

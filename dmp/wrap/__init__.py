@@ -42,6 +42,7 @@
 - `backward_errors`: errors that leave a backward pass: noted, and of plain tensors beside DTensors said in words
 - `stand_ins`: all of these, put in torch's place
 - `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract
+- `delta_tracker`: which rows of tables were trained since they were last asked for
 - `live_models`: the wrapped models of this process
 - `outer_wrappers`: DistributedDataParallel around wrapped models: left alone, or refused
 """

@@ -46,6 +46,7 @@ class Arguments:
     init_parameters: bool
     wrapper: Any
     planner: Any
+    trackers: Any = None
 
     def checked(self) -> Arguments:
         """The arguments in full, after a look at all that a user can get wrong without knowing sharders or plans.
@@ -60,6 +61,7 @@ class Arguments:
             raise ShardError(f"expected a torch.nn.Module to wrap; got {got}")
         _check_device(self.device, self.init_parameters or self.init_data_parallel)
         _check_data_parallel_wrapper(self.wrapper)
+        _check_trackers(self.trackers)
         _check_not_wrapped(self.module)
         sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
         for sharder in sharders:
@@ -137,6 +139,16 @@ def _check_device(device: Any, needs_values: bool) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise ShardError(f"device={str(device)!r} is not to be had in this process: {error}") from error
+
+
+def _check_trackers(given: Any) -> None:
+    if given is None or (is_torchrecs(given, "ModelTrackerConfigs") and given.raw_id_tracker_config is None):
+        return
+    raise ShardError(
+        f"model_tracker_configs is a {type_name(given)} that asks for a tracker of raw ids, which there is of "
+        "HashZchManagedCollisionModule alone, or for none. Which rows are trained "
+        "model.init_torchrec_delta_tracker(DeltaTrackerConfig()) tells"
+    )
 
 
 def _check_data_parallel_wrapper(wrapper: Any) -> None:

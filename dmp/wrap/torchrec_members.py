@@ -12,6 +12,7 @@ from torch import nn
 
 from dmp.names import join_name
 from dmp.wrap.assembly import Assembly
+from dmp.wrap.delta_tracker import DeltaTracker, init_delta_tracker
 
 _UNEVEN = (
     "ranks that have run out of samples answer no collectives of the others. Give every rank as many batches: a "
@@ -21,7 +22,6 @@ _SPLIT = "FSDP2's, which models have where a mesh splits their dense weights (sh
 REFUSED: Mapping[str, str] = {
     "join": f"DistributedDataParallel's; {_UNEVEN}",
     "join_hook": f"torch's, for torch.distributed.algorithms.Join; {_UNEVEN}",
-    "init_torchrec_delta_tracker": "TorchRec's; changed rows are not tracked; save_checkpoint keeps all",
     "write": "TorchRec's; tables are not written by a forward: copy rows into model.state_dict()[name].local_shards(), "
     "or give whole tables to model.load_state_dict(state, strict=False)",
     **dict.fromkeys(
@@ -70,12 +70,26 @@ def _bare(model: nn.Module) -> Callable[..., Iterator[tuple[str, nn.Parameter]]]
     return bare_named_parameters
 
 
+def _tracker(model: Any) -> DeltaTracker | None:
+    found: DeltaTracker | None = model._calls.watch
+    return found
+
+
+def _init_tracker(model: nn.Module, made: Assembly) -> Callable[[Any], DeltaTracker]:
+    def init_torchrec_delta_tracker(delta_tracker_config: Any) -> DeltaTracker:
+        """Track which rows are trained; collective. The tracker there is already, where there is one."""
+        return init_delta_tracker(model, made, delta_tracker_config)
+
+    return init_torchrec_delta_tracker
+
+
 _MEMBERS: Mapping[str, Callable[[nn.Module, Assembly], Any]] = {
     "_dmp_wrapped_module": lambda model, made: made.running,
     "_env": lambda model, made: made.env,
     "sharders": lambda model, made: list(made.sharders),
-    "model_trackers": lambda model, made: {},
-    "get_delta_tracker": lambda model, made: lambda: None,
+    "model_trackers": lambda model, made: {} if _tracker(model) is None else {"DELTA_TRACKER": _tracker(model)},
+    "get_delta_tracker": lambda model, made: lambda: _tracker(model),
+    "init_torchrec_delta_tracker": lambda model, made: _init_tracker(model, made),
     "sparse_grad_parameter_names": lambda model, made: _sparse_names(made),
     "bare_named_parameters": lambda model, made: _bare(model),
 }

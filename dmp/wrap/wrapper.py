@@ -61,6 +61,7 @@ class DistributedModelParallel(nn.Module):
         init_parameters: allocate and fill parameters that are on meta.
         data_parallel_wrapper: runs what no sharder owns; by default `sharders.FSDPWrapper`: FSDP2 where the mesh has an
             axis for it, else DistributedDataParallel.
+        model_tracker_configs: TorchRec's; of its trackers none but `init_torchrec_delta_tracker(config)` is run here.
         planner: makes the plan when there is none, a `Planner`; `planner.ShardingPlanner` by default.
 
     Raises:
@@ -83,13 +84,14 @@ class DistributedModelParallel(nn.Module):
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: Any = None,
         *,
         planner: Planner | None = None,
     ) -> None:
         super().__init__()
         env = environment(env, device)
-        starts, wrapper = init_data_parallel, data_parallel_wrapper
-        asked = Arguments(module, env, device, plan, sharders, starts, init_parameters, wrapper, planner)
+        starts, wrapper, trackers = init_data_parallel, data_parallel_wrapper, model_tracker_configs
+        asked = Arguments(module, env, device, plan, sharders, starts, init_parameters, wrapper, planner, trackers)
         with entry(f"wrapping {type(module).__name__}", env.everyone):
             given = on_all_ranks(asked.checked, env)
             check_agreement(given.facts(), env)
@@ -386,8 +388,7 @@ class DistributedModelParallel(nn.Module):
         return self._copied(memo, self.device)
 
     def _copied(self, memo: dict[int, Any], device: torch.device) -> DistributedModelParallel:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
+        new = memo[id(self)] = type(self).__new__(type(self))
         made = copied(self._made, memo, device)
         own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made")}
         new.__dict__.update(copy.deepcopy(own, memo))
@@ -419,8 +420,7 @@ class DistributedModelParallel(nn.Module):
             try:
                 return getattr(made.module, name)
             except AttributeError:
-                found = torchrec_member(self, made, name)
-                if found is None:
+                if (found := torchrec_member(self, made, name)) is None:
                     raise
                 return found
 

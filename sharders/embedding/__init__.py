@@ -50,6 +50,7 @@
 - `row_places`: where the rows that come back for ids belong
 - `unpooled_output`: output dist of unpooled lookups
 - `touched_rows`: gradients of data-parallel tables by the rows that batches touch
+- `told_rows`: rows that training batches read, told to who watches them
 - `replicas`: replicas and data-parallel tables kept equal
 - `probe`: how long the data path takes, for a machine's figures
 - `tensor_slice`: rows cut between the ranks of a tensor axis and gathered

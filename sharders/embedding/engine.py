@@ -40,6 +40,7 @@ from sharders.embedding.placement import Placement, Table
 from sharders.embedding.pooled import PooledPath
 from sharders.embedding.replicas import Replicas
 from sharders.embedding.tensor_slice import checksum, cut_batch, even_cut, gather_rows, tensor_ranks
+from sharders.embedding.told_rows import ToldRows
 from sharders.embedding.touched_rows import are_fewer, touched_at_most
 from sharders.embedding.unpooled import UnpooledPath
 
@@ -132,6 +133,7 @@ class Engine:
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
+        self.told = ToldRows(self.store, self.peers, dtype, self.env.replica_of(self.env.rank) == 0)
         hand_out(self)
 
     @property
@@ -275,6 +277,8 @@ class Engine:
             with phase(call.spent, INPUT):
                 self._take_turn(call, here)
             self.store.take_back(self.name)
+            if self.calls.watch is not None and call.is_training:
+                self.told.of_call(self.calls.watch, self.name, call, self.input_dist.receive(call))
             parameters = [self.store.parameters[i] for i in self.learning] if call.is_training else []
             weights = call.batch.weights if call.wants_weight_gradient else None
             results: Sequence[torch.Tensor] = _Lookup.apply(self, call, weights, *parameters)  # type: ignore[no-untyped-call]
@@ -309,11 +313,11 @@ class Engine:
             for parameter, held, table in zip(self.store.parameters, found, self.tables, strict=False):
                 if held is parameter:
                     continue
+                by = "nothing" if held is None else f"a {type(held).__name__} of shape {tuple(held.shape)}"
                 raise ShardError(
-                    f"the parameter of table {table.parameter!r} of {self.name} was replaced by "
-                    f"{_described(held)}, which would neither be looked up nor trained; copy values into "
-                    "the one that was there (model.load_state_dict takes whole tensors), and "
-                    "leave a wrapped model to no other wrapper"
+                    f"the parameter of table {table.parameter!r} of {self.name} was replaced by {by}, which would "
+                    "neither be looked up nor trained; copy values into the one that was there (model.load_state_dict "
+                    "takes whole tensors), and leave a wrapped model to no other wrapper"
                 )
         self.store.take_back(self.name)
 
@@ -430,10 +434,6 @@ def _is_for_show() -> bool:
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _described(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(value.shape)}"
 
 
 def _check_supported(tables: Sequence[Table], env: ShardingEnv, sync_interval: int) -> None:

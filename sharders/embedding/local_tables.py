@@ -172,6 +172,11 @@ class TableStore:
         places = ((index, tbe.bank, i) for tbe in self.tbes for i, index in enumerate(tbe.tables))
         yield from sorted(places, key=lambda place: place[0])
 
+    @property
+    def places(self) -> dict[int, tuple[Bank, int]]:
+        """For each table its bank, and its index there."""
+        return {index: (bank, i) for index, bank, i in self._places()}
+
     def _views(self) -> list[torch.Tensor]:
         """For each table what this rank holds of it, as one matrix."""
         views = {index: bank.table_view(i, self.placement.tables[index].dim) for index, bank, i in self._places()}
@@ -192,7 +197,7 @@ class TableStore:
 
     def take(self, other: TableStore) -> None:
         """Take over values, state and counts of a store with the same shards, however they are grouped there."""
-        of_other = {index: (bank, i) for index, bank, i in other._places()}
+        of_other = other.places
         with torch.no_grad():
             for index, bank, i in self._places():
                 old, at = of_other[index]

@@ -39,6 +39,9 @@ class TorchRecForm(nn.Module):
     likeness: str | None = None
     """`module:class` of TorchRec's sharded module that runs the same kind of module."""
 
+    tells_rows = True
+    """See `dmp.hook`: an `Engine` does."""
+
     unsharded: Callable[[], nn.Module]
     """A plain module of the same structure, on meta."""
 

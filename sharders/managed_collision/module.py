@@ -61,6 +61,9 @@ class ShardedManagedCollision(nn.Module):
         growth: gives tables more rows.
     """
 
+    tells_rows = True
+    """Of its tables."""
+
     def __init__(
         self,
         original: Any,

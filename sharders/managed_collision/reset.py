@@ -35,11 +35,14 @@ class Reset:
         chunks = tables.chunked_state()
         fused = {each.name: each for each in tables.fused_parameters()}
         of_tables = zip(engine.tables, engine.store.parameters, self._init_fns, maps, changed, strict=True)
+        watch = engine.calls.watch
         with torch.no_grad():
-            for table, parameter, init_fn, of, rows in of_tables:
+            for index, (table, parameter, init_fn, of, rows) in enumerate(of_tables):
                 if rows is None or not len(rows):
                     continue
                 rows = rows.sort().values
+                if watch is not None:
+                    engine.told.changed(watch, engine.name, index, rows)
                 weight = chunks.get(table.parameter, parameter.data)
                 draw_rows(as_chunks(weight), rows, init_fn, f"{table.parameter} {of.step}")
                 state = fused[table.parameter].state() if table.parameter in fused else {}

@@ -66,7 +66,6 @@ def test_what_is_read_and_what_is_refused() -> None:
     assert isinstance(model._plan, ShardingPlan) and model._env is model.env
     for name, words in (
         ("write", "local_shards"),
-        ("init_torchrec_delta_tracker", "tracked"),
         ("join", "as many batches"),  # of DDP
         ("join_hook", "algorithms.Join; .*as many batches"),  # of torch's Join([model])
     ):
