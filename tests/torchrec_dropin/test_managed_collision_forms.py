@@ -121,3 +121,15 @@ def _refused(what: str) -> None:
 def test_what_cannot_be_cut_is_refused_by_name(what: str, text: str) -> None:
     for error in run_ranks(2, _refused, what, expect=dmp.ShardError):
         assert text in str(error), error
+
+
+def test_the_hash_learns_on_cuda_alone() -> None:
+    """Why it is refused: the module itself does not train here."""
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    module = HashZchManagedCollisionModule(zch_size=8, device=torch.device("cpu"), total_num_buckets=2)
+    ids = JaggedTensor(values=torch.tensor([5, 7, 1000]), lengths=torch.tensor([1, 2]))
+    with pytest.raises(RuntimeError, match="Expected readonly to be true, but got false"):
+        module({"f": ids})
+    assert module.eval()({"f": ids})["f"].values().numel() == 3  # where it learns nothing it runs
