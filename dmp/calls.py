@@ -34,8 +34,8 @@ class RowWatch(Protocol):
         ...
 
     def take(self, name: str, rows: Tensor, values: Tensor | None) -> None:
-        """Rows (N,) int64 of the whole table, ascending, each of which this rank alone tells, and their values (N, dim)
-        as they are before the update."""
+        """Rows (N,) int64 of the whole table, in any order and perhaps again, which this rank alone tells, and their
+        values (N, dim) as they are before the update."""
         ...
 
 

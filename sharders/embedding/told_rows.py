@@ -78,7 +78,9 @@ class ToldRows:
             ids: dict[RowBlock, torch.Tensor] = {}
             for block, slots in self._held(names).items():
                 spans = [(s, received.span(s, range(i, i + 1))) for i in slots for s in self._peers.sources]
-                ids[block] = torch.cat([received.ids[s][span] for s, span in spans]).unique().long()
+                rows = torch.cat([received.ids[s][span] for s, span in spans])
+                # In one order on all ranks that have columns of them: each has received them in another.
+                ids[block] = (rows.unique() if watch.wants_values else rows).long()
             self._tell(watch, names, ids)
             for table, rows in self._of_whole_tables(names, call).items():
                 self._tell_of_whole(watch, table, names[table], rows)
@@ -126,14 +128,19 @@ class ToldRows:
             ids[block] = rows[(rows >= start) & (rows < stop)] - start
         self._tell(watch, names, ids)
 
-    def _held(self, names: Mapping[int, str]) -> dict[RowBlock, list[int]]:
-        """Row blocks of these tables that this rank has columns of, and the slots that read some of those; none in a
-        copy that tells nothing."""
+    @cached_property
+    def _mine(self) -> Mapping[RowBlock, list[int]]:
+        """Row blocks that this rank has columns of, and the slots that read some of those; none in a copy that tells
+        nothing."""
         if not self._tells:
             return {}
         me = self._peers.table.rank
-        mine = {block: [p.slots for p in parts if p.rank == me] for block, parts in self._parts.items()}
-        return {block: slots[0] for block, slots in mine.items() if slots and block[0] in names}
+        slots = {block: next((p.slots for p in parts if p.rank == me), []) for block, parts in self._parts.items()}
+        return {block: of for block, of in slots.items() if of}
+
+    def _held(self, names: Mapping[int, str]) -> dict[RowBlock, list[int]]:
+        """Those of these tables."""
+        return {block: slots for block, slots in self._mine.items() if block[0] in names}
 
     def _tell_of_whole(self, watch: Watch, table: int, name: str, rows: torch.Tensor) -> None:
         values = self._store.parameters[table].data[rows] if watch.wants_values else None

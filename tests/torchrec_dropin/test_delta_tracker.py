@@ -295,19 +295,20 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         assert "ranks disagree on the tracking mode" in str(error), error
 
 
-def test_many_batches_take_the_memory_of_distinct_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmp.wrap import delta_tracker
-
-    monkeypatch.setattr(delta_tracker, "_SLACK", 10)
+def test_many_batches_take_the_memory_of_distinct_rows() -> None:
     model = DistributedModelParallel(nn.Embedding(20, 2))
-    tracker = model.init_torchrec_delta_tracker(config("EMBEDDING"))
+    tracker = model.init_torchrec_delta_tracker(config("EMBEDDING", consumers=["a", "b"]))
     first = model.weight.detach().clone()
     for step in range(50):
-        model(torch.arange(step % 15)).sum().backward()
+        model(torch.arange(19, 19 - step % 15, -1).repeat(3)).sum().backward()
         with torch.no_grad():
             model.weight.add_(1.0)
-        held = tracker._pending["default"]["weight"]._parts
-        assert sum(len(ids) for ids, _ in held) <= 2 * 14 + 10
-    ((_, rows),) = tracker.get_unique().items()
-    assert rows.ids.tolist() == list(range(14))
-    torch.testing.assert_close(rows.states, first[:14] + torch.arange(1.0, 15.0).unsqueeze(1))
+        if step == 7:
+            tracker.clear("b")
+        held = tracker._pending["a"]["weight"]._parts
+        assert sum(len(ids) for ids, _ in held) <= 14
+    for consumer, since in (("a", 0), ("b", 8)):
+        ((_, rows),) = tracker.get_unique(consumer).items()
+        assert rows.ids.tolist() == list(range(6, 20))
+        begun = [next(s for s in range(since, 50) if s % 15 > 19 - i) for i in range(6, 20)]
+        torch.testing.assert_close(rows.states, first[6:] + torch.tensor(begun).unsqueeze(1))
