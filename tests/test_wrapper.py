@@ -43,6 +43,7 @@ def test_signature_is_frozen() -> None:
         "init_data_parallel": True,
         "init_parameters": True,
         "data_parallel_wrapper": None,
+        "model_tracker_configs": None,
         "planner": None,
     }
     assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["planner"]

@@ -59,8 +59,11 @@ def _keeping(kind: Any) -> Any:
             super().free_unsharded_param()
 
         def _is_written(self, version: int, of_chunk: int) -> bool:
-            whole = _local(self._unsharded_param)
-            if whole.data_ptr() != self.all_gather_outputs[0].data_ptr() or whole._version != version:
+            whole, gathered = _local(self._unsharded_param), self.all_gather_outputs[0]
+            if whole.dtype is not gathered.dtype:  # cast by the model's code, which `cast_inside` looks at
+                self._put_back(whole)
+                return False
+            if whole.data_ptr() != gathered.data_ptr() or whole._version != version:
                 return True
             if self.is_through_data or self.sharded_param._version != of_chunk:
                 return self.is_through_data
@@ -95,8 +98,12 @@ def _keeping(kind: Any) -> Any:
             if self.looks <= _FIRST:
                 self.wrote = of_chunk, whole.detach().clone()
             if whole.data_ptr() != self.all_gather_outputs[0].data_ptr():
-                size, stride = self._orig_size, self._contiguous_orig_stride
-                whole.data = torch.as_strided(self.all_gather_outputs[0], size, stride, storage_offset=0)
+                self._put_back(whole)
+
+        def _put_back(self, whole: torch.Tensor) -> None:
+            """What is gathered next where the program has put other memory."""
+            size, stride = self._orig_size, self._contiguous_orig_stride
+            whole.data = torch.as_strided(self.all_gather_outputs[0], size, stride, storage_offset=0)
 
         def _own(self, whole: torch.Tensor) -> torch.Tensor:
             """This rank's chunk of it."""

@@ -2,6 +2,7 @@
 
 - `sharder`: `TensorParallelSharder`: decides, checks, splits
 - `auto_plan`: a tensor-parallel plan from a model's structure
+- `candidates`: in which ways each branch may be split
 - `vocabulary`: styles of the token embedding and the head
 - `left_whole`: what is left whole, in words
 - `sequence`: completes a plan with its sequence-parallel parts

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from dmp import PlanError, is_inside, join_name
+from sharders.tensor_parallel.candidates import Candidate, branch_candidates
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
-from sharders.tensor_parallel.left_whole import counted, counts, does_not_divide, of_width, whole_notes, without_taken
+from sharders.tensor_parallel.left_whole import counts, does_not_divide, whole_notes, without_taken
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove
 from sharders.tensor_parallel.sequence import sequence_styles
@@ -25,10 +24,7 @@ from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, SPLITTING, Style, family
 from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.linears import features_of, kinds_in
-from sharders.tensor_parallel.structure.of_heads import OF_HEADS, biases_outside, norms_of_heads, values_of_heads
-from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
 from sharders.tensor_parallel.structure.transformer import Block, Branch
-from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, wide_norms
 from sharders.tensor_parallel.vocabulary import vocabulary_styles
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
@@ -37,13 +33,6 @@ _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come fi
 BECAUSE = "left whole, because"
 """In notes on what was tried, and is wrong or raises: whoever takes the plan is to be warned."""
 
-_JOINT = "one weight holds several, and how is neither proved nor to be seen"
-_BACK = "which of its Linears leads back is neither proved nor to be seen"
-_SECOND = "how its Linears beside query, key and value are used is not proved"
-_BESIDE = "how its Linears beside query, key, value and output are used is not proved"
-_SHARED = "whether its single numbers, or values of all heads, are a rank's is neither proved nor to be seen"
-_NORMS = "that what it has for all heads, or hidden units, is a norm of theirs is not proved"
-_VALUES = "that what it holds as many of as heads is theirs is not proved"
 _OUTSIDE = "outside of it may be what it adds for each head"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
@@ -61,28 +50,6 @@ class Choice:
 
     notes: tuple[str, ...]
     """What was left whole and why; whether a dry run verified the plan."""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """Styles that are taken or left together; a branch of every block of one structure, or the vocabulary."""
-
-    name: str
-    block: str
-    """Path of the first that it is of; empty for the vocabulary."""
-
-    styles: Mapping[str, str]
-    otherwise: tuple[Mapping[str, str], ...] = ()
-    """Where shapes do not tell how what is held in one is to be split: other styles to try."""
-
-    unless_proved: str = ""
-    """Why it is left whole where it is not proved; for those whose shapes are alike where they are split wrongly."""
-
-    outside: Mapping[str, str] = field(default_factory=dict)
-    """Styles of values for each head that may be of it, and lie elsewhere in the model."""
-
-    biases: str = ""
-    """The first of what has a column for each of its heads elsewhere, as tables of relative positions have."""
 
 
 def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
@@ -104,8 +71,8 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
     _check_most(runs)
     notes = list(whole_notes(transformer, runs.size))
     vocabulary = vocabulary_styles(runs, loss_parallel, notes)
-    of_vocabulary = [_Candidate(" and ".join(vocabulary), "", vocabulary)] if vocabulary else []
-    styles, divided = _decide(runs, list(_branch_candidates(runs)), of_vocabulary, notes)
+    of_vocabulary = [Candidate(" and ".join(vocabulary), "", vocabulary)] if vocabulary else []
+    styles, divided = _decide(runs, list(branch_candidates(runs)), of_vocabulary, notes)
     if sequence_parallel:  # what is used on slices has parts of its gradient, which gathering would not sum
         whole = {join_name(block.path, each.path) for block in transformer.blocks for each in block.whole}
         styles = {path: style for path, style in styles.items() if path not in whole}
@@ -161,112 +128,7 @@ def _check_branch(path: str, branch: Branch, runs: ModelRuns) -> None:
             )
 
 
-def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
-    model = runs.model
-    for blocks in runs.transformer.by_structure():
-        first = blocks[0]
-        for branch in first.branches:
-            if does_not_divide(branch, runs.size):
-                continue
-            name = counted(join_name(first.path, branch.path or branch.down), len(blocks))
-            ways = [
-                {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
-                for way in branch.ways
-                for relative in (
-                    {**_branch_styles(model.get_submodule(first.path), way, n), **dict(beside)}
-                    for n in way.parts
-                    for beside in way.beside or ((),)
-                )
-            ]
-            norms = {join_name(b.path, n): COLWISE_NORM for n in _norms(runs, first, branch) for b in blocks}
-            ways = [{**way, **norms} for way in ways if norms] + ways  # of what it gives, else of the hidden state
-            shared = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _shared(model, first, branch)}
-            ways = [{**way, **shared} for way in ways if shared] + ways  # of what is split, else of what is whole
-            outside = _values_outside(runs, branch)
-            ways += [{**way, **outside} for way in ways if outside]
-            has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
-            open_are = {
-                _JOINT: branch.is_joint,
-                _VALUES: has_values,
-                _BACK: branch.others,
-                _BESIDE: branch.beside,
-                _NORMS: norms,
-                _SHARED: shared,
-            }
-            unless_proved = next((why for why, is_open in {**open_are, _SECOND: branch.second}.items() if is_open), "")
-            biases = next(biases_outside(model, branch.heads, outside, runs.transformer), "") if branch.heads else ""
-            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside, biases)
-        for path, every in first.experts:
-            ways = [
-                {join_name(b.path, path): style for b in blocks}
-                for style, way in of_width(every, runs.transformer.width).items()
-                if way.inner % runs.size == 0
-            ]
-            if ways:
-                name = counted(join_name(first.path, path), len(blocks))
-                yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), _JOINT)
-        with suppress(DryRunError):
-            for path in vectors_of_samples(model, first, runs.unsplit().whole, runs.size):
-                name = counted(join_name(first.path, path), len(blocks))
-                yield _Candidate(name, first.path, {join_name(b.path, path): "colwise_gather" for b in blocks})
-
-
-def _norms(runs: ModelRuns, block: Block, branch: Branch) -> list[str]:
-    """Norms over all that a branch's Linears give, by their path in the block."""
-    order: list[str] = []
-    with suppress(DryRunError):
-        order = runs.unsplit().whole.order
-    return list(wide_norms(runs.model, block, branch, order))
-
-
-def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
-    """Of a model's modules that are in no attention, what holds values for each head; see [Note: values of heads]."""
-    if branch.heads is None or branch.widths:
-        return {}
-    branches = [(b, x) for b in runs.transformer.blocks for x in b.branches if x.heads is not None]
-    closed = [join_name(b.path, x.path) for b, x in branches]
-    found = values_of_heads(runs.model, branch.heads, ()).items()
-    return {path: s for path, s in found if s in OF_HEADS and not any(is_inside(path, c) for c in closed)}
-
-
-def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
-    up = "colwise" if parts == 1 else f"colwise_packed_{parts}"
-    beside = dict(branch.adapters)
-    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **beside, **dict(branch.second)}
-    styles = {name: up if style == "colwise" else style for name, style in styles.items()}
-    return {**dict.fromkeys(norms_of_heads(block, branch), "sum_gradients"), **styles}
-
-
-def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str]:
-    """What a plan of others' may leave out: norms of single heads in attentions that it splits, and of all together, by
-    module path."""
-    found: dict[str, str] = {}
-    firsts = {block.structure: block for block in runs.transformer.representatives()}
-    for block in runs.transformer.blocks:
-        for branch in block.branches:
-            if all(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
-                names = dict.fromkeys(norms_of_heads(runs.model.get_submodule(block.path), branch), "sum_gradients")
-                names |= dict.fromkeys(_norms(runs, firsts[block.structure], branch), COLWISE_NORM)
-                found |= {p: style for n, style in names.items() if (p := join_name(block.path, n)) not in styles}
-    return found
-
-
-def _shared(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
-    """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope; or for
-    all heads what is as wide as one, such as relative positions (distances, head size)."""
-    beside = {*branch.up, branch.down, *dict(branch.adapters), *branch.further}
-    others = [b.path for b in block.branches if b.path and not is_inside(branch.path, b.path)]  # of a flat block's MLP
-    of_head = branch.heads.size if branch.heads is not None and not branch.widths else None
-    for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():
-        own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
-        is_single = {p.numel() for p in own} == {1}
-        is_wide = bool(own) and all(p.dim() > 1 and p.shape[-1] == of_head for p in own) and features_of(module) is None
-        path = join_name(branch.path, name)
-        if (is_single or is_wide) and path not in beside and not any(is_inside(path, other) for other in others):
-            yield path
-
-
-def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]) -> _Found:
+def _decide(runs: ModelRuns, branches: list[Candidate], vocabulary: list[Candidate], notes: list[str]) -> _Found:
     """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
 
     What is not proved is not right for certain, and the notes say so.
@@ -295,7 +157,7 @@ def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candi
     return {**styles, **others}, divided
 
 
-def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> _Found:
+def _proved(runs: ModelRuns, candidates: list[Candidate], notes: list[str]) -> _Found:
     """Take all if they are proved together, else those that are proved one by one.
 
     Raises:
@@ -331,22 +193,22 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
     return _merged(kept), proof.divided or {}
 
 
-def _without_outside(candidate: _Candidate, paths: Collection[str]) -> _Candidate:
+def _without_outside(candidate: Candidate, paths: Collection[str]) -> Candidate:
     """Without values of heads that are only guessed to be: nothing is seen of them, and it is proved without them."""
     outside = {path: style for path, style in candidate.outside.items() if path not in paths}
     otherwise = tuple({p: style for p, style in way.items() if p not in paths} for way in candidate.otherwise)
     return replace(candidate, otherwise=otherwise, outside=outside)
 
 
-def _prove(runs: ModelRuns, candidates: list[_Candidate], tries: int) -> PlanProof:
+def _prove(runs: ModelRuns, candidates: list[Candidate], tries: int) -> PlanProof:
     styles = _merged(candidates)
     tied = with_ties(runs.model, styles)
     return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=False)
 
 
 def _seen_vocabulary(
-    runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
-) -> list[_Candidate]:
+    runs: ModelRuns, branches: list[Candidate], vocabulary: list[Candidate], notes: list[str]
+) -> list[Candidate]:
     """What of the vocabulary may be split though it is not proved."""
     try:
         if runs.names(_merged([*branches, *vocabulary])) is not None:
@@ -359,10 +221,10 @@ def _seen_vocabulary(
     return []
 
 
-def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[list[_Candidate], _Found]:
+def _settled(runs: ModelRuns, branches: list[Candidate], notes: list[str]) -> tuple[list[Candidate], _Found]:
     """Branches of which nothing runs alone; and what is proved of the others, by modules of the first block of each
     structure that do. What is wrong there in all ways, or raises, is left whole."""
-    unseen, wrong = list[_Candidate](), set[tuple[type, ...]]()
+    unseen, wrong = list[Candidate](), set[tuple[type, ...]]()
     found: dict[str, str] = {}
     local: Divided = {}
     for each in branches:
@@ -387,7 +249,7 @@ def _settled(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> t
     return [each for each in unseen if each not in alike], (found, local)
 
 
-def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str], whole: Collection[str]) -> _Found:
+def _verified(runs: ModelRuns, branches: list[Candidate], notes: list[str], whole: Collection[str]) -> _Found:
     """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
     branches = list(_without_joint(branches, notes))
     try:
@@ -402,7 +264,7 @@ def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str], who
         return styles, runs.divide_by_source(styles)
 
 
-def _without_joint(candidates: Iterable[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
+def _without_joint(candidates: Iterable[Candidate], notes: list[str]) -> Iterator[Candidate]:
     """Those of which shapes tell enough."""
     for each in candidates:
         if each.unless_proved:
@@ -411,7 +273,7 @@ def _without_joint(candidates: Iterable[_Candidate], notes: list[str]) -> Iterat
             yield each
 
 
-def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> _Found:
+def _fitting(runs: ModelRuns, candidates: list[Candidate], notes: list[str]) -> _Found:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
     kept = candidates = list(_without_joint(candidates, notes))
     names = runs.names(_merged(kept))
@@ -430,7 +292,7 @@ def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) ->
 
 def _of_blocks(
     runs: ModelRuns,
-    decide: Callable[[ModelRuns, list[_Candidate], list[str]], _Found],
+    decide: Callable[[ModelRuns, list[Candidate], list[str]], _Found],
     notes: list[str],
     whole: Collection[str],
 ) -> _Found:
@@ -441,7 +303,7 @@ def _of_blocks(
     for blocks in runs.transformer.by_structure():
         alone = runs.of_block(blocks[0])
         of_block: list[str] = []
-        every = _branch_candidates(alone)
+        every = branch_candidates(alone)
         left = [each for each in every if not any(join_name(blocks[0].path, path) in whole for path in each.styles)]
         local, attributes = decide(alone, left, of_block)
         said += [f"{blocks[0].path}: {note}" for note in of_block]
@@ -452,5 +314,5 @@ def _of_blocks(
     return styles, divided
 
 
-def _merged(candidates: Iterable[_Candidate]) -> dict[str, str]:
+def _merged(candidates: Iterable[Candidate]) -> dict[str, str]:
     return {path: style for each in candidates for path, style in each.styles.items()}

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv, is_inside, join_name, ranks, type_name
-from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive, sums_of_heads
+from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
+from sharders.tensor_parallel.candidates import sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
