@@ -373,7 +373,7 @@ def tables(mesh_name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh_name", ["dp2", "tp2", "replicate2"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_tables(mesh_name: str) -> None:
     run_ranks(2, tables, mesh_name)
 

@@ -62,7 +62,7 @@ def load_all(folder: str, layout: str, expected: dict[str, torch.Tensor]) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_format(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = write_all(tmp_path, dtype)
     for layout in ("rows", "columns"):

@@ -120,6 +120,6 @@ def _bits(mesh: str, kind: str, interval: int) -> bytes:
     ("mesh", "kind", "interval"),
     [("replicate2xshard2", "ebc", 1), ("replicate2xshard2", "ec", 2), ("dp4", "ebc", 1), ("host2xlocal2", "ebc", 1)],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_the_same_run_gives_the_same_bits(mesh: str, kind: str, interval: int) -> None:
     assert run_ranks(4, _bits, mesh, kind, interval) == run_ranks(4, _bits, mesh, kind, interval)

@@ -175,7 +175,7 @@ def _replicated_among_split(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_replicated_weights_among_split_ones(mesh: str) -> None:
     run_ranks(_ranks(mesh), _replicated_among_split, mesh)
 
@@ -262,7 +262,7 @@ def _loaded(mesh: str, path: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "other"), [("fsdp2", "tp2"), ("fsdp2xtp2", "fsdp2"), ("tp2", "hsdp2x2"), ("hsdp2x2", "replicate2xtp2")]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_state_goes_from_mesh_to_mesh(mesh: str, other: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     run_ranks(_ranks(mesh), _state, mesh, path)
@@ -304,7 +304,7 @@ def _copies(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [*SPLIT, "dp2"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_copies_are_independent(mesh: str) -> None:
     run_ranks(_ranks(mesh), _copies, mesh)
 

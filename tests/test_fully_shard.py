@@ -179,7 +179,7 @@ def test_every_mesh_trains_as_the_plain_model(shape: tuple[int, ...] | None, nam
 
 @pytest.mark.parametrize("kind", ["tied llama", "gpt", "bert"])
 @pytest.mark.parametrize("names", [("shard",), ("replicate", "shard")], ids="-".join)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_tied_models(kind: str, names: tuple[str, ...]) -> None:
     run_ranks(2, trains_as_plain, (2,) if len(names) == 1 else (1, 2), names, kind, {})
 
@@ -353,7 +353,7 @@ def last_block(path: str, module: nn.Module) -> bool:
     [(None, ()), ((2,), ("dp",)), ((2,), ("shard",)), ((2, 2), ("shard", "tp")), ((2, 2), ("replicate", "tp"))],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_checkpointed_blocks_are_recomputed(shape: tuple[int, ...] | None, names: tuple[str, ...]) -> None:
     world = 1 if shape is None else torch.Size(shape).numel()
     assert run_ranks(world, recomputes, shape, names, True) == [[6, 6]] * world

@@ -179,7 +179,7 @@ def in_one_process(softmax: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "softmax"), [*((name, "sampled") for name in MESHES), ("fsdp4", "full"), ("fsdp2xtp2", "full")]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_losses_are_those_of_one_process(name: str, softmax: str) -> None:
     want, (shape, axes) = in_one_process(softmax), MESHES[name]
     assert want.losses[-1] < want.losses[0]
@@ -194,7 +194,7 @@ def test_losses_are_those_of_one_process(name: str, softmax: str) -> None:
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_checkpoint_goes_on_elsewhere(softmax: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     want = in_one_process(softmax).losses

@@ -349,7 +349,7 @@ def beside_one_process(kind: Any, axis: str) -> None:
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 @pytest.mark.parametrize("kind", [Asked, Words, Branches, Keyed, Pairs])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_experts_that_only_some_ranks_run(kind: Any, axis: str) -> None:
     run_ranks(2, beside_one_process, kind, axis)
 

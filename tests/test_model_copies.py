@@ -154,7 +154,7 @@ def independent(name: str, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["deepcopy", *(pytest.param(how, marks=pytest.mark.slow) for how in ("copy", "copy to"))]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_copies_are_independent(name: str, how: str) -> None:
     run_ranks(CASES[name].size, independent, name, how)
 

@@ -137,7 +137,7 @@ def least_cost(p: Problem) -> float:
     ("above", "lacks", "partly", "near"),
     [(1.1, False, False, 0.85), (1e4, False, False, 0.85), (1e4, True, False, 0.75), (1e4, True, True, 0.75)],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_below_every_plan_and_not_far_below(above: float, lacks: bool, partly: bool, near: float) -> None:
     parts = []
     for seed in range(40):

@@ -145,7 +145,7 @@ def test_near_the_optimum_and_never_below_the_bound(capacity: float) -> None:
 
 @pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("span", [1, 8])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_pieces_of_many_sizes_add_up(ranks: int, span: int) -> None:
     sizes = tuple(size for i in range(10) for size in (2**i, 3 * 2**i) if size < ranks)
     p = drawn(5, 30, ranks, sizes, 24, 1e9, span)

@@ -15,7 +15,7 @@ from tests.test_planner_families import check, drawn, search
 
 
 @pytest.mark.parametrize(("span", "sizes"), [(8, (1, 2, 4, 8, 16, 1024)), (8, (1, 3, 6, 24, 1024)), (1, (1, 8, 32))])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_loads_by_host_and_by_rank_are_those_of_the_placement(span: int, sizes: tuple[int, ...]) -> None:
     p = drawn(3, 60, 1024, sizes, 12, 1e9, span)
     group = max(8, span)

@@ -261,7 +261,7 @@ def wrapped_by(member: str, gives: Any, ranks: tuple[int, ...], is_planned: bool
         ("chunked_state", None, "BiasedSharder.shard made of Biased at 'experts' gives None; expected a dict"),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_a_wrong_sharder_gives_is_named_on_every_rank(
     member: str, gives: Any, text: str, ranks: tuple[int, ...]
 ) -> None:

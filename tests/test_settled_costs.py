@@ -70,7 +70,7 @@ def test_rows_of_copies_that_come_among_other_gradients_are_copied() -> None:
     assert seconds(*[table_wise(i) for i in range(8)]) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("env", [one_axis(8), hosts(2, 4)], ids=str)
 @pytest.mark.parametrize("is_guessed", [True, False])
 def test_planned_costs_what_it_costs_pinned_however_copies_travel(env: ShardingEnv, is_guessed: bool) -> None:
@@ -123,7 +123,7 @@ def test_a_plan_is_of_one_of_the_ways_that_are_asked() -> None:
     assert found == {None, *Travel} and left_out > 1000
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("samples", [16, 2048])
 def test_no_plan_of_any_way_costs_less_than_the_bound(samples: int) -> None:
     """All choices of three tables on four ranks, some of them copied, by what they cost pinned."""

@@ -59,7 +59,7 @@ PLAIN = Place("table_wise", "1")  # what a plain module is like
     ("kind", "layout"),
     [*((kind, "row_wise") for kind in (*OPTIMIZERS, "none")), ("rowwise_adagrad", "column_wise")],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_load_into_a_plain_module(kind: str, layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step3")
     saved = run_ranks(2, save_from, path, layout, kind, (2,))[0]

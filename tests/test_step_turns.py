@@ -75,7 +75,7 @@ def astray(axis: str, table: bool, what: str) -> tuple[str, float]:
     ("axis", "table"), [("dp", False), ("dp", True), ("shard", False), ("shard", True), ("tp", False)]
 )
 @pytest.mark.parametrize("what", ["skip", "lr"])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_a_step_of_one_rank_alone(axis: str, table: bool, what: str) -> None:
     for message, seconds in mortal_ranks(2, astray, axis, table, what):
         assert message.startswith("RanksError: the ranks have "), message

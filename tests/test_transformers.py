@@ -247,7 +247,7 @@ def test_options_do_not_change_numbers(mesh: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "fsdp2", "fsdp2xtp2", "hsdp2x2", "replicate2xtp2"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_accumulated_and_clipped(mesh: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, "gpt", "plain", {}, accumulate=2, clip=True)
 
@@ -255,7 +255,7 @@ def test_accumulated_and_clipped(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "name"), [("tp2", "llama_gqa"), ("fsdp2xtp2", "bert"), ("replicate2xtp2", "llama_tied")]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_equals_one_process_in_double_precision(mesh: str, name: str) -> None:
     mode = "sp" if "tp" in mesh else "plain"
     run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, name, mode, {}, dtype=torch.float64)
