@@ -306,13 +306,14 @@ def hooked(axis: str) -> list[int]:
         assert p.grad is not None
         ran[next(name for name in "abc" if module[name].weight is p)] += 1
 
-    for name in "abc":
-        module[name].weight.register_post_accumulate_grad_hook(hook)
+    handles = [module[name].weight.register_post_accumulate_grad_hook(hook) for name in "abc"]
     for name in "ab":
         x = torch.ones(1, 2, requires_grad=True)
         out = model(x, name)
         torch.autograd.grad(out.sum(), x, retain_graph=True)
         out.sum().backward()
+    for handle in handles:  # torch keeps a model alive that its own hook knows
+        handle.remove()
     return [*ran.values()]
 
 
