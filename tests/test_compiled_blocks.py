@@ -120,6 +120,7 @@ def compiled_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: st
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_split_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
     run_ranks(torch.Size(shape).numel(), compiled_vocabulary, shape, names, what, chunked)
 

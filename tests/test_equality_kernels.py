@@ -85,7 +85,7 @@ def _kernels(mesh: str, kind: str, nth: int) -> tuple[list[str], set[tuple[str, 
         *(pytest.param(mesh, kind, 1, marks=pytest.mark.slow) for mesh in RANKS for kind in SHARDERS),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_every_kernel(mesh: str, kind: str, nth: int) -> None:
     for wrong, refused in run_ranks(RANKS[mesh], _kernels, mesh, kind, nth, timeout=500):
         assert not wrong, "\n".join(wrong)

@@ -13,7 +13,7 @@ HALVES = [(of, s) for of in (torch.bfloat16, torch.float16) for s in SPECS]
 
 
 @pytest.mark.parametrize(("dtype", "spec"), HALVES, ids=lambda p: getattr(p, "kind", None))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
     """What torch gives, up to its roundings between; FBGEMM has none. And as good as float32 allows."""
     results = []
@@ -38,6 +38,7 @@ def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.kind != "sgd"], ids=lambda s: s.kind)
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
+@pytest.mark.sampled(3)
 def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec) -> None:
     """A gradient that is 0, or whose square is, divides nothing by 0: it is computed in float32."""
     bank, lookup = make(SHARED, torch.float16, OptimizerSpec.make(spec.kind, lr=0.01), kernel)
@@ -51,6 +52,7 @@ def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
+@pytest.mark.sampled(2)
 def test_gradients_and_state_are_those_of_float32_tables(kernel: str, dtype: torch.dtype) -> None:
     """As FBGEMM's: neither is rounded to 16 bits, whichever way gradients come, where weights move only by rounding."""
     for spec in SPECS:

@@ -102,7 +102,7 @@ def test_what_is_kept_is_frozen_or_assigned_where_others_are_split() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dp", "shard"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_from_meta(way: str, name: str) -> None:
     """The model's own code went on reading what is on meta, of which torch makes numbers of no meaning."""
     run_ranks(2, _from_meta, (2,), (name,), way)

@@ -293,6 +293,7 @@ def read_on_one_rank() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_copied_table_that_one_rank_reads_is_an_error_on_all() -> None:
     for text in run_apart(2, read_on_one_rank):
         assert "what the loss reads of users.weight" in text

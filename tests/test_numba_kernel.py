@@ -316,7 +316,7 @@ def by_touched_rows(kernel: str, layout: Any, dtype: torch.dtype, spec: Optimize
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", [*SPECS, LAMB], ids=lambda s: s.kind)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_sums_of_several_batches_are_added_as_torch_does(spec: OptimizerSpec, dtype: torch.dtype) -> None:
     """In the batches' order, whatever dtype they came in: the same rows, and the same bits again."""
     near = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-5}[dtype]

@@ -29,7 +29,7 @@ from tests.test_kernels import KERNELS, LAYOUTS, SPECS, Oracle, assert_close, ma
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
 @pytest.mark.parametrize("layout", ["one_width", "shared", "mixed"])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_bags_of_segments(kernel: str, dtype: torch.dtype, layout: str, spec: OptimizerSpec, weighted: bool) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, spec, kernel)
     oracle = Oracle(bank, lookup.ranges)

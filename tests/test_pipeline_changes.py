@@ -333,6 +333,7 @@ def test_ranks_with_different_numbers_of_batches(what: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_near_ranks_train_what_they_have() -> None:
     """As in a plain loop: nothing of the next batch has been sent."""
     for message, seconds in mortal_ranks(2, _parts, "near"):

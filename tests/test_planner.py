@@ -263,7 +263,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.slow if case in DEAR else ()) for
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 def test_workloads(name: str, shape: str) -> None:
     sizes = [int(n) for n in shape.split("x")]
     env = one_axis(*sizes) if len(sizes) == 1 else hosts(*sizes)

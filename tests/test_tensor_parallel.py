@@ -154,7 +154,7 @@ def check_training(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "adapted"])  # test_adapters has these
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_training_equals_one_process(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, check_training, name, (2,), ("tp",), sequence_parallel=sequence_parallel)
 
@@ -167,7 +167,7 @@ def test_on_four_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", ["llama tied", "gpt", "bert", "qk norm"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_under_fsdp2(name: str, sequence_parallel: bool) -> None:
     run_ranks(4, check_training, name, (2, 2), ("shard", "tp"), sequence_parallel=sequence_parallel)
 
