@@ -120,7 +120,7 @@ def late_is_told() -> None:
         for _ in range(3):
             model(x).sum().backward()
         writes[0] = _through_data
-        with pytest.raises(ShardError, match=r"was written through p\.data .* and not in its first 2"):
+        with pytest.raises(ShardError, match=r"was written through p\.data .* and not the first 2"):
             model(x).sum().backward()
 
 

@@ -17,8 +17,9 @@ import torch
 
 from dmp import ShardError
 
-_FIRST, _LATER = 8, 32
-"""Looks at the values: the first so many times that a weight is freed, and every so many times after these."""
+_FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
+"""Looks at the values: the first so many times that a weight is freed, and every so many times after these; on
+accelerators, which a program waits for then, more rarely."""
 
 _HOW = "write into it under torch.no_grad(), by p.copy_(...), p.mul_(...) and their like"
 
@@ -68,7 +69,7 @@ def _keeping(kind: Any) -> Any:
             if self.is_through_data or self.sharded_param._version != of_chunk:
                 return self.is_through_data
             self.looks += 1
-            if self.looks > _FIRST and self.looks % _LATER:
+            if self.looks > _FIRST and self.looks % (_LATER if whole.device.type == "cpu" else _LATER_BESIDE):
                 return False
             chunk = self._sharded_local_tensor
             if _equal(self._own(whole), chunk.to(whole.device, whole.dtype)):
@@ -76,7 +77,7 @@ def _keeping(kind: Any) -> Any:
             if self.looks > _FIRST:
                 raise ShardError(
                     f"{self._param_fqn!r}, of which ranks have chunks, was written through p.data while it was "
-                    f"gathered, and not in its first {_FIRST} forwards; what was written since may be lost: {_HOW}"
+                    f"gathered, and not the first {_FIRST} times; what was written since may be lost: {_HOW}"
                 )
             self.is_through_data = True
             return True
@@ -95,6 +96,8 @@ def _keeping(kind: Any) -> Any:
                 )
             with torch.no_grad():
                 chunk.copy_(self._own(whole))
+            if chunk.device.type != "cpu":
+                torch.accelerator.synchronize()  # else what is gathered on another stream may be older
             if self.looks <= _FIRST:
                 self.wrote = of_chunk, whole.detach().clone()
             if whole.data_ptr() != self.all_gather_outputs[0].data_ptr():
