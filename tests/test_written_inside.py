@@ -78,6 +78,34 @@ def test_writes_last(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -
     run_ranks(2 * len(shape), writes_last, way, shape, names)
 
 
+def in_parts(way: str) -> None:
+    """A unit that stays in two parts after its forward, four ranks, and evaluations in between."""
+    env = ShardingEnv.from_mesh(mesh((4,), ("shard",)))
+    torch.manual_seed(0)
+    whole = nn.Sequential(Momentum(WAYS[way]), nn.Linear(WIDTH + 1, 2)).double()
+    wrapper = FSDPWrapper(units=Momentum, reshard_after_forward=2)
+    model = DistributedModelParallel(copy.deepcopy(whole), env, data_parallel_wrapper=wrapper)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    for _ in range(3):
+        for m in (model, whole):
+            m(x).square().mean().backward()
+            with torch.no_grad():
+                m(x)
+                for p in m.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.1)
+            m.zero_grad()
+    values = full_state_dict(model)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(values[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_last_where_a_unit_stays_in_parts(way: str) -> None:
+    """An evaluation ended in torch's error of sizes at the next step, with nothing written too."""
+    run_ranks(4, in_parts, way)
+
+
 class OfBatches(nn.Module):
     """Writes what the rank's own batch gives."""
 

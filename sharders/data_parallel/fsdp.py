@@ -403,7 +403,8 @@ def _take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
         for held in unit.fsdp_params:
             place = held._module_info
             found = place.module._parameters.get(place.param_name)
-            if found is held.sharded_param or found is getattr(held, "_unsharded_param", held):
+            whole, kept = getattr(held, "_unsharded_param", held), getattr(held, "_sharded_post_forward_param", held)
+            if found is held.sharded_param or found is whole or found is kept:  # the last: in as many parts as asked
                 continue
             if not is_dtensor(found):
                 path = next((path for path, m in root.named_modules() if m is place.module), "")

@@ -27,3 +27,9 @@ def units(root: Any) -> Iterator[Any]:
 def weights(root: Any) -> Iterator[Any]:
     """Each with its `sharded_param`, and after a forward with what that computed with, `_unsharded_param`."""
     return (weight for unit in units(root) for weight in unit.fsdp_params)
+
+
+def weights_below(module: Any) -> list[Any]:
+    """The same ones, which a module and those below it hold; before the first forward too."""
+    split = [each._get_fsdp_state() for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+    return [weight for state in split for unit in state._fsdp_param_groups for weight in unit.fsdp_params]

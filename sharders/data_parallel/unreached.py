@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
 from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
+from sharders.data_parallel.fsdp_units import weights_below
 from sharders.data_parallel.later_hooks import LaterHooks, rest
 from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.sparse_rows import OwnRowsDDP, average_rows, no_rows
@@ -242,11 +243,8 @@ def reduce_unreached_chunks(module: Any) -> None:
         module: the root, after `fully_shard`.
     """
     module.set_reduce_scatter_unused_params(True)
-    for each in module.modules():
-        if hasattr(each, "_get_fsdp_state"):  # private, as what it holds: nothing public tells who had no gradient
-            for group in each._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    held.__class__ = _any_reach(type(held))  # type: ignore[arg-type]
+    for held in weights_below(module):
+        held.__class__ = _any_reach(type(held))  # type: ignore[arg-type]
 
 
 def hook_hidden(module: Any, output: Any) -> None:

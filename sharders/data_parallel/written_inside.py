@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dmp import ShardError
+from sharders.data_parallel.fsdp_units import weights_below
 
 _FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
 """Looks at the values: the first so many times that a weight is freed, and every so many times after these; on
@@ -30,11 +31,8 @@ def keep_writes(module: Any) -> None:
     Args:
         module: the root, after `fully_shard`.
     """
-    for each in module.modules():
-        if hasattr(each, "_get_fsdp_state"):  # private, as what it holds
-            for group in each._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    held.__class__ = _keeping(type(held))  # type: ignore[arg-type]
+    for held in weights_below(module):
+        held.__class__ = _keeping(type(held))  # type: ignore[arg-type]
 
 
 @cache
@@ -53,11 +51,18 @@ def _keeping(kind: Any) -> Any:
                 self.gathered_at = _local(self._unsharded_param)._version, self.sharded_param._version
                 self._compare_with_others()
 
+        def to_sharded_post_forward(self) -> None:
+            self._look()
+            super().to_sharded_post_forward()
+
         def free_unsharded_param(self) -> None:
+            self._look()
+            super().free_unsharded_param()
+
+        def _look(self) -> None:
             at, self.gathered_at = self.gathered_at, None
             if at is not None and self._is_written(*at):
                 self._keep(at[1])
-            super().free_unsharded_param()
 
         def _is_written(self, version: int, of_chunk: int) -> bool:
             whole, gathered = _local(self._unsharded_param), self.all_gather_outputs[0]
@@ -104,9 +109,11 @@ def _keeping(kind: Any) -> Any:
                 self._put_back(whole)
 
         def _put_back(self, whole: torch.Tensor) -> None:
-            """What is gathered next where the program has put other memory."""
-            size, stride = self._orig_size, self._contiguous_orig_stride
-            whole.data = torch.as_strided(self.all_gather_outputs[0], size, stride, storage_offset=0)
+            """The memory that is gathered into, with what the program has put in its place."""
+            gathered = self.all_gather_outputs[0].as_strided(self._orig_size, self._contiguous_orig_stride, 0)
+            with torch.no_grad():
+                gathered.copy_(whole)
+            whole.data = gathered
 
         def _own(self, whole: torch.Tensor) -> torch.Tensor:
             """This rank's chunk of it."""
