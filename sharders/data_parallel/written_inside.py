@@ -139,7 +139,8 @@ def _keeping(kind: Any) -> Any:
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Of one that is split over another axis too, what this rank has of it."""
+    """Of one that is split over another axis too, what this rank has of it: the tensor itself, not a view as `local_of`
+    gives, for its memory is put back."""
     found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
     return found
 
