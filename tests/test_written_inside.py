@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -123,20 +124,22 @@ class OfBatches(nn.Module):
         return self.top(x - self.mean)
 
 
-def others_are_told() -> None:
+def others_are_told(is_trained: bool) -> None:
+    """Of what is trained too, whose chunks are other ones before it is gathered again."""
     env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
     for averages in (True, False):
-        model = DistributedModelParallel(OfBatches(averages), env)
-        model(torch.full((3, WIDTH), float(env.rank))).sum().backward()
-        if averages:
-            model(torch.ones(3, WIDTH)).sum().backward()
-            continue
-        with pytest.raises(ShardError, match=r"'mean' was written .* to other values on other ranks.*all_reduce"):
-            model(torch.ones(3, WIDTH))
+        model = DistributedModelParallel(OfBatches(averages).requires_grad_(is_trained), env)
+        model.module.top.requires_grad_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nullcontext() if averages else pytest.raises(ShardError, match=r"'mean' was .* other ranks.*all_reduce"):
+            for _ in range(2):
+                model(torch.full((3, WIDTH), float(env.rank))).sum().backward()
+                optimizer.step()
 
 
-def test_other_values_on_other_ranks_are_told() -> None:
-    run_ranks(2, others_are_told)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_other_values_on_other_ranks_are_told(is_trained: bool) -> None:
+    run_ranks(2, others_are_told, is_trained)
 
 
 def late_is_told() -> None:

@@ -192,7 +192,7 @@ class FSDPWrapper:
         gather_outside(module, list(units.values()), free)
         read_outside(module, free)
         reduce_unreached_chunks(module)
-        keep_writes(module)
+        keep_writes(module, env.group("replicate", "shard"))
         keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)

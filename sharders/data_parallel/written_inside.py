@@ -4,8 +4,8 @@ FSDP2 frees what it has gathered, and gathers the chunks anew: what was written 
 silence, where the same model on copies keeps it. So before it is freed, each rank puts its chunk of it in place.
 
 [Note: looks] Writes are told by the version of the tensor, and by its memory, where `p.data = ...` put other memory
-there. What goes through `p.data`, `p.data.clamp_(...)`, counts no version: values are compared, which costs the
-reading of a chunk. So the first few times, and now and then later.
+there. What goes through `p.data`, `p.data.clamp_(...)`, counts no version: values are added up when they are gathered
+and again before they are freed. So the first few times, and now and then later.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from dmp import ShardError
+from dmp import ShardError, ranks
 from sharders.data_parallel.fsdp_units import weights_below
 
 _FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
-"""Looks at the values: the first so many times that a weight is freed, and every so many times after these; on
+"""Looks at the values: the first so many times that a weight is gathered, and every so many times after these; on
 accelerators, which a program waits for then, more rarely."""
 
 _HOW = "write into it under torch.no_grad(), by p.copy_(...), p.mul_(...) and their like"
 
 
-def keep_writes(module: Any) -> None:
+def keep_writes(module: Any, group: dist.ProcessGroup | None) -> None:
     """Have what is written into gathered weights last.
 
     Args:
         module: the root, after `fully_shard`.
+        group: of the ranks that have chunks or copies of the same weights.
     """
     for held in weights_below(module):
+        held.written_by = group
         held.__class__ = _keeping(type(held))  # type: ignore[arg-type]
 
 
@@ -41,15 +44,20 @@ def _keeping(kind: Any) -> Any:
 
     class Keeping(kind):  # type: ignore[misc]
         gathered_at: tuple[int, int] | None = None  # versions of the whole and of the chunk, while there is a whole
-        wrote: tuple[int, torch.Tensor] | None = None  # at which version of the chunk, and the whole
+        written_by: dist.ProcessGroup | None
+        told: list[int] | None = None  # of the whole's values when it was gathered, where they are looked at
         is_through_data = False
-        looks = 0
+        gathers = writes = 0
 
         def to_unsharded(self) -> None:
             super().to_unsharded()
             if self.gathered_at is None and len(self.all_gather_outputs) == 1 and not self._unsharded_inner_tensors:
-                self.gathered_at = _local(self._unsharded_param)._version, self.sharded_param._version
-                self._compare_with_others()
+                whole = _local(self._unsharded_param)
+                self.gathered_at = whole._version, self.sharded_param._version
+                self.gathers += 1
+                every = _LATER if whole.device.type == "cpu" else _LATER_BESIDE
+                is_looked_at = not self.is_through_data and (self.gathers <= _FIRST or self.gathers % every == 0)
+                self.told = _told(whole) if is_looked_at else None
 
         def to_sharded_post_forward(self) -> None:
             self._look()
@@ -61,25 +69,20 @@ def _keeping(kind: Any) -> Any:
 
         def _look(self) -> None:
             at, self.gathered_at = self.gathered_at, None
-            if at is not None and self._is_written(*at):
+            if at is not None and self._is_written(at[0]):
                 self._keep(at[1])
 
-        def _is_written(self, version: int, of_chunk: int) -> bool:
+        def _is_written(self, version: int) -> bool:
+            """The same on all ranks, which have the same whole and run the same code."""
             whole, gathered = _local(self._unsharded_param), self.all_gather_outputs[0]
             if whole.dtype is not gathered.dtype:  # cast by the model's code, which `cast_inside` looks at
                 self._put_back(whole)
                 return False
-            if whole.data_ptr() != gathered.data_ptr() or whole._version != version:
+            if whole.data_ptr() != gathered.data_ptr() or whole._version != version or self.is_through_data:
                 return True
-            if self.is_through_data or self.sharded_param._version != of_chunk:
-                return self.is_through_data
-            self.looks += 1
-            if self.looks > _FIRST and self.looks % (_LATER if whole.device.type == "cpu" else _LATER_BESIDE):
+            if self.told is None or self.told == _told(whole):
                 return False
-            chunk = self._sharded_local_tensor
-            if _equal(self._own(whole), chunk.to(whole.device, whole.dtype)):
-                return False
-            if self.looks > _FIRST:
+            if self.gathers > _FIRST:
                 raise ShardError(
                     f"{self._param_fqn!r}, of which ranks have chunks, was written through p.data while it was "
                     f"gathered, and not the first {_FIRST} times; what was written since may be lost: {_HOW}"
@@ -99,12 +102,13 @@ def _keeping(kind: Any) -> Any:
                     f"{self._param_fqn!r} was written by the model while it was gathered, {why}: write it outside of "
                     "the forward, where model.parameters() has the chunks"
                 )
+            self.writes += 1
+            if self.writes <= _FIRST or not self.writes & (self.writes - 1):
+                self._compare(whole)
             with torch.no_grad():
                 chunk.copy_(self._own(whole))
             if chunk.device.type != "cpu":
                 torch.accelerator.synchronize()  # else what is gathered on another stream may be older
-            if self.looks <= _FIRST:
-                self.wrote = of_chunk, whole.detach().clone()
             if whole.data_ptr() != self.all_gather_outputs[0].data_ptr():
                 self._put_back(whole)
 
@@ -122,13 +126,10 @@ def _keeping(kind: Any) -> Any:
             start = min(each * getattr(self.mesh_info, "shard_mesh_rank", 0), whole.shape[dim])
             return whole.detach().narrow(dim, start, length[dim])
 
-        def _compare_with_others(self) -> None:
-            """What was written, with what is gathered of it next: others' chunks are of what they wrote."""
-            if self.wrote is None:
-                return
-            (of_chunk, wrote), self.wrote = self.wrote, None
-            whole = _local(self._unsharded_param)
-            if self.sharded_param._version == of_chunk and not _equal(wrote, whole.detach()):
+        def _compare(self, whole: torch.Tensor) -> None:
+            """With what others have written, of which each keeps a part; the first times, then ever more rarely."""
+            of_ranks = ranks.gather_words("what the model has written into its weights", _told(whole), self.written_by)
+            if any(each != of_ranks[0] for each in of_ranks):
                 raise ShardError(
                     f"{self._param_fqn!r} was written by the model while it was gathered, to other values on other "
                     "ranks, as by what their own batches give: write the same on all (an all_reduce of what it comes "
@@ -145,6 +146,9 @@ def _local(parameter: Any) -> torch.Tensor:
     return found
 
 
-def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Where nan is itself."""
-    return torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num())
+def _told(whole: torch.Tensor) -> list[int]:
+    """Two numbers of the values and their places, as words."""
+    by_rows = whole.detach().reshape(len(whole), -1)
+    sums = (by_rows.sum(dim, dtype=torch.float64) for dim in (0, 1))
+    places = (each.dot(torch.arange(1, len(each) + 1, dtype=each.dtype, device=each.device)) for each in sums)
+    return torch.stack([*places]).view(torch.int64).tolist()
