@@ -40,6 +40,7 @@ from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import default_env
 from dmp.errors import CheckpointError
+from dmp.foreign import type_name
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
 from dmp.state.optimizer_state import told_of
@@ -77,7 +78,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, with what failed where.
     """
-    target = Path(path).absolute()
+    target = path_of(path, "save_checkpoint")
     target = target.resolve() if target.name == ".." else target
     env = common_env(model) or default_env()
 
@@ -141,7 +142,7 @@ def load_checkpoint(
         CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
             unknown name, another shape or dtype. The model is unchanged then.
     """
-    source_path = Path(path).absolute()
+    source_path = path_of(path, "load_checkpoint")
     env = env_of(model)
     what, group = f"loading {source_path}", env.everyone
 
@@ -160,3 +161,10 @@ def load_checkpoint(
         fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
         fail_together(load.run, group, what)
         return load.source.objects.get("extra")
+
+
+def path_of(given: Any, function: str) -> Path:
+    """Absolute. `torch.save` takes the path last, these functions first."""
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(f"{function}(path, model, ...): expected a path first; got {type_name(given)}")
+    return Path(given).absolute()

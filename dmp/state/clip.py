@@ -22,6 +22,7 @@ from torch import nn
 from dmp.calls import alone
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
+from dmp.foreign import type_name
 from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
@@ -67,6 +68,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise ShardError(f"expected max_norm to be a number of at least 0; got {max_norm!r}")
+    if not isinstance(model, nn.Module):
+        raise ShardError(
+            f"dmp.clip_grad_norm_ takes the model; got {type_name(model)}. Of the model's parameters "
+            "torch.nn.utils.clip_grad_norm_ takes the same norm"
+        )
     env = env_of(model)
     with entry(_NAME, env.everyone), torch.no_grad():
         shares: dict[int, tuple[torch.Tensor, int]] = {}
@@ -135,7 +141,7 @@ def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, in
     if grad.is_sparse:
         raise ShardError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
     if not is_dtensor(grad):
-        return grad, copies
+        return grad.as_subclass(torch.Tensor), copies
     parts = 1
     for placement, axis_size in zip(grad.placements, grad.device_mesh.shape, strict=True):
         if placement.is_partial():

@@ -7,6 +7,7 @@ from torch import nn
 from dmp.contracts import FusedParameter
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
+from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
@@ -14,7 +15,13 @@ from dmp.wrap.wrapper import DistributedModelParallel
 
 
 def wrapped_in(model: nn.Module) -> dict[str, DistributedModelParallel]:
-    """Path -> wrapped model; the module itself is at `""`."""
+    """Path -> wrapped model; the module itself is at `""`.
+
+    Raises:
+        ShardError: no module: parameters, a state dict, an optimizer.
+    """
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"expected the wrapped model, or a torch.nn.Module around it; got {type_name(model)}")
     if isinstance(model, DistributedModelParallel):
         return {"": model}
     return {path: m for path, m in model.named_modules() if isinstance(m, DistributedModelParallel)}

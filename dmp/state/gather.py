@@ -31,4 +31,5 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = T
         >>> full_state_dict(DistributedModelParallel(nn.Linear(2, 1))).keys()
         dict_keys(['weight', 'bias'])
     """
-    return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu, what="full_state_dict")
+    env = env_of(model)
+    return gather(model.state_dict(), env, rank0_only=rank0_only, cpu=cpu, what="full_state_dict")

@@ -118,9 +118,10 @@ def full_optimizer_state_dict(
         >>> full_optimizer_state_dict(nn.Linear(2, 1))
         {'state': {}, 'param_groups': []}
     """
+    env = env_of(model)
     owned = owned_states(model, optimizer)
     flat = {f"{o.name}\0{key}": value for o in owned for key, value in o.values.items()}
-    whole = gather(flat, env_of(model), rank0_only=rank0_only, what=f"full_optimizer_state_dict, {told_of(optimizer)}")
+    whole = gather(flat, env, rank0_only=rank0_only, what=f"full_optimizer_state_dict, {told_of(optimizer)}")
     widths = column_widths(model, owned)
     state: dict[str, dict[str, Any]] = {}
     for pair, value in whole.items():

@@ -13,7 +13,8 @@ from torch import nn
 
 from dmp.chunked import as_chunks, chunk_views
 from dmp.env import ShardingEnv
-from dmp.errors import CheckpointError, DmpError, RanksError
+from dmp.errors import CheckpointError, DmpError, RanksError, ShardError
+from dmp.foreign import type_name
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
 from dmp.state.find_wrapped import env_of, fused_parameters
@@ -68,6 +69,8 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
             rank on which the plain module fails.
     """
     env = env_of(model)
+    if not isinstance(module, nn.Module):
+        raise ShardError(f"verify(model, module, batch): expected the unsharded module second; got {type_name(module)}")
     with entry("verify", env.everyone):
         return _verify(model, module, batch, env)
 
