@@ -66,9 +66,18 @@ def test_gradients_of_split_weights_are_not_returned(allow_unused: bool) -> None
 
 
 class Said(logging.Handler):
+    """What `dmp` logs within."""
+
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+
+    def __enter__(self) -> Said:
+        logging.getLogger("dmp").addHandler(self)
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        logging.getLogger("dmp").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())

@@ -30,6 +30,7 @@ import torch
 from dmp import Shard, ShardError
 from sharders.embedding.among import Among
 from sharders.embedding.operations import is_pointwise, operations
+from sharders.embedding.part_gradient import hand_out
 
 _log = logging.getLogger("dmp")
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
@@ -70,6 +71,9 @@ class _Part:
 _met: list[torch.Tensor] = []
 """Parameters to which more has come than what was looked up."""
 
+_reached: list[torch.Tensor] = []
+"""Parameters to which anything has come."""
+
 
 def watch(
     parameter: torch.Tensor,
@@ -99,8 +103,10 @@ def watch(
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def look(gradient: torch.Tensor) -> torch.Tensor | None:
+        part: _Part = parameter._dmp_part  # type: ignore[attr-defined]
+        if part.kind is not _Kind.NOTHING:
+            _reached.append(parameter)
         if getattr(gradient, _MARK, -1) != gradient._version:
-            part: _Part = parameter._dmp_part  # type: ignore[attr-defined]
             if part.kind is _Kind.NOTHING:
                 return part.among().mean(gradient, part.name())
             _met.append(parameter)
@@ -134,9 +140,12 @@ def _stand_in() -> None:
             result = own(outputs, *args, **options)
             if _met:
                 _check(roots)
+            for parameter in _reached:
+                hand_out(parameter, parameter._dmp_part.name)  # type: ignore[attr-defined]
             return result
         finally:
             _met.clear()
+            _reached.clear()
             for handle in handles:
                 handle.remove()
 

@@ -1,0 +1,144 @@
+"""The gradient of a table's part: a number made of it says what it is, optimizers take it as any other."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import dmp
+from dmp import DistributedModelParallel, column_wise, data_parallel, row_wise, table_wise
+from sharders.embedding import part_gradient
+from tests.ranks import run_ranks
+from tests.test_asked import Said
+from tests.wrapped_net import Net, batch, loss_of
+
+NUMBERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "norm": lambda grads: torch.stack([g.norm() for g in grads]).norm(),
+    "of data": lambda grads: sum(float(g.data.norm(2)) ** 2 for g in grads) ** 0.5,
+    "linalg": lambda grads: [torch.linalg.vector_norm(g, 3) for g in grads],
+    "torch.norm": lambda grads: [torch.norm(g.detach(), p=2) for g in grads],
+    "squares": lambda grads: sum((g**2).sum() for g in grads),
+    "maximum": lambda grads: max(g.abs().max().item() for g in grads if g.numel()),
+    "in one": lambda grads: torch.cat([g.view(-1) for g in grads]).norm(),
+    "lists": lambda grads: torch._foreach_norm(grads),
+    "lists of squares": lambda grads: [g.sum() for g in torch._foreach_mul(grads, grads)],
+    "finite": lambda grads: all(bool(torch.isfinite(g).all()) for g in grads),
+    "with weights": lambda grads: [(2 - g * torch.ones_like(g)).mean() for g in grads],
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True, maximize=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+def model_of(layouts: str) -> DistributedModelParallel:
+    cut = {"users.weight": row_wise(), "items.weight": column_wise([0, 1]), "more.weight": table_wise(0)}
+    plan = cut if layouts == "cut" else dict.fromkeys(cut, data_parallel())
+    model = DistributedModelParallel(Net(), plan=plan)
+    loss_of(model, batch(model.env.rank)).backward()
+    return model
+
+
+def said_of_numbers(layouts: str) -> list[str]:
+    """Of which numbers nothing, or too much, was said."""
+    model = model_of(layouts)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    wrong = []
+    for name, number in NUMBERS.items():
+        part_gradient._said.clear()
+        with Said() as said:
+            number(grads)
+            number(grads)
+        texts = [
+            text for text in said.texts if "of the gradient of table 'users.weight' is of this rank's part" in text
+        ]
+        if len(texts) != (layouts == "cut"):
+            wrong.append(name)
+    return wrong
+
+
+def maximum_of_nothing() -> str:
+    model = model_of("cut")
+    grad = model.get_parameter("more.weight").grad
+    try:
+        return str(float(grad.max() if grad is not None else 0))
+    except dmp.ShardError as error:
+        return str(error)
+
+
+def test_a_rank_without_rows_is_told_why_there_is_no_maximum() -> None:
+    found, told = run_ranks(2, maximum_of_nothing)
+    assert float(found) > 0 and told.startswith("max: this rank has no row of table 'more.weight'")
+
+
+def test_a_number_of_a_parts_gradient_says_so_once() -> None:
+    assert run_ranks(2, said_of_numbers, "cut") == [[], []]
+
+
+def test_copies_have_the_same_gradient_everywhere_and_say_nothing() -> None:
+    assert run_ranks(2, said_of_numbers, "copied") == [[], []]
+
+
+def steps(name: str, plainly: bool) -> list[torch.Tensor]:
+    model = model_of("cut")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(2):
+        for p in model.parameters() if plainly else ():
+            p.grad = None if p.grad is None else p.grad.as_subclass(torch.Tensor)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+        loss_of(model, batch(model.env.rank + step)).backward()
+    state = [v for of in optimizer.state.values() for v in of.values() if isinstance(v, torch.Tensor)]
+    assert all(type(v) is torch.Tensor for v in state)
+    return [t.detach().clone() for t in (*model.parameters(), *state)]
+
+
+def optimizers_that_differ() -> list[str]:
+    part_gradient._said.clear()
+    wrong = []
+    with Said() as said:
+        for name in OPTIMIZERS:
+            pairs = zip(steps(name, False), steps(name, True), strict=True)
+            if not all(torch.equal(one, other) for one, other in pairs):
+                wrong.append(name)
+    return wrong + [text for text in said.texts if "this rank's part" in text]
+
+
+def test_optimizers_take_it_as_any_gradient() -> None:
+    assert run_ranks(2, optimizers_that_differ) == [[], []]
+
+
+def beside_numbers() -> list[str]:
+    part_gradient._said.clear()
+    model = model_of("cut")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    with Said() as said:
+        norm = get_total_norm(grads)
+        clip_grad_norm_(model.parameters(), 1.0)
+        assert torch.allclose(dmp.clip_grad_norm_(model, 1e9), norm.clamp(max=1.0))
+        assert all(p.grad is None or type(p.grad) is torch.Tensor for p in copy.deepcopy(model).parameters())
+        file = io.BytesIO()
+        torch.save(grads, file)
+        file.seek(0)
+        assert {type(g) for g in torch.load(file)} == {torch.Tensor}
+        scaler = dmp.GradScaler(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler.scale(loss_of(model, batch(0))).backward()
+        scaler.step(optimizer)
+    return [text for text in said.texts if "this rank's part" in text]
+
+
+def test_clipping_scaling_copying_and_saving_say_nothing() -> None:
+    assert run_ranks(2, beside_numbers) == [[], []]
