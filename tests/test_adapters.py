@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 
 
 @pytest.mark.parametrize("mesh", [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("shard", "tp"))], ids=str)
+@pytest.mark.sampled(2)
 def test_training_equals_one_process(mesh: tuple[tuple[int, ...], tuple[str, ...]]) -> None:
     shape, names = mesh
     run_ranks(2 if shape == (2,) else 4, check_training, "adapted", shape, names)

@@ -71,7 +71,7 @@ OTHERS: dict[str, Callable[[int], tuple[int, int]]] = {
 @pytest.mark.parametrize("wide", [None, 1], ids=["alike", "of other sizes"])  # which ended the process
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_ranks_that_run_different_units(kind: str, is_first: bool, wide: int | None) -> None:
     calls = [*([[ALL, ALL]] * (0 if is_first else 2)), [OTHERS[kind](rank) for rank in range(2)]]
     for message, seconds in mortal_ranks(2, steps, (2,), ("shard",), calls, wide):

@@ -103,7 +103,7 @@ def around(shape: tuple[int, ...], names: tuple[str, ...], kind: str | None, fol
         ((2, 2), ("replicate", "shard"), None),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_ddp_around_a_parent_trains_what_one_process_does(
     shape: Any, names: Any, kind: str | None, tmp_path: Path
 ) -> None:
@@ -265,6 +265,7 @@ def accumulated(shape: tuple[int, ...], names: tuple[str, ...], by: str) -> dict
     ("shape", "names", "by"),
     [((2,), ("dp",), "attribute"), ((2,), ("shard",), "attribute"), ((2, 2), ("shard", "tp"), "no_sync")],
 )
+@pytest.mark.sampled(2)
 def test_no_sync_comes_to_the_same(shape: Any, names: Any, by: str) -> None:
     """DDP's attribute was set in silence, and did nothing."""
     world = 4 if len(shape) > 1 else 2

@@ -77,6 +77,7 @@ CASTS = ("double", "bfloat16", "to", "of a parent", "of the module", "of parts")
 
 
 @pytest.mark.parametrize("what", CASTS)
+@pytest.mark.sampled(2)
 def test_fsdp2_that_has_run_refuses_casts(what: str) -> None:
     for error in run_ranks(2, changed, (2,), ("shard",), what, expect=ShardError):
         assert "'over.weight' was cast from torch.float32" in str(error) and "mixed_precision" in str(error)
@@ -105,7 +106,7 @@ ONCE = [(names, what) for what in ("cpu", "to_empty", "frozen for a while") for 
         ("tp", "of parts"),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_trains_as_one_process_does(names: str, what: str) -> None:
     module = Net()
     CHANGES[what](module)

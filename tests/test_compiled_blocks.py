@@ -132,6 +132,7 @@ def called_between_graphs() -> None:
     trains(model, Model("joint").double(), env, lambda g: torch.randn(1, 2, LENGTH, WIDTH, generator=g).double())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_split_module_gives_between_compiled_graphs_has_a_gradient() -> None:
     """All behind it had none, without a word: its sum over the ranks had not arrived when the next graph took it."""

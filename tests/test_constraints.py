@@ -34,6 +34,7 @@ def test_layouts_forbid_and_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[3, 5], [1, 2], [0, 3, 5], [7, 4, 6]], ids=str)
+@pytest.mark.sampled(2)
 def test_rows_over_ranks_that_are_no_block(ranks: list[int]) -> None:
     for env in (one_axis(8), hosts(2, 4), hosts(4, 2)):
         constraints = {"t0": Constraint(layouts=["row_wise"], ranks=ranks)}

@@ -264,6 +264,7 @@ def test_few_small_tables_are_copied_where_that_saves_exchanges() -> None:
 
 
 @pytest.mark.parametrize("env", [one_axis(4), hosts(2, 2)], ids=str)
+@pytest.mark.sampled(2)
 def test_pieces_of_columns_cost_as_much_planned_as_pinned(env: ShardingEnv) -> None:
     """Ids go to every piece of a cut: what that takes where samples are is counted for each."""
     module, sharders = bags((5003, 256), (5003, 260), (77, 128)), dmp.default_sharders()

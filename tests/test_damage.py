@@ -127,6 +127,7 @@ def load_on_ranks(path: str) -> tuple[bool, str]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save", [save_ours, save_with_torch, save_a_file], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["table.weight", "over.bias"])
+@pytest.mark.sampled(2)
 def test_a_flipped_bit_is_named_on_every_rank(save: Callable[..., None], name: str, tmp_path: Path) -> None:
     path, model = tmp_path / "saved", Model()
     save(path, model)

@@ -195,7 +195,7 @@ def _from_meta(mesh: str | None, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt"])
 @pytest.mark.parametrize("mesh", SPLIT)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_values_from_meta_do_not_depend_on_the_mesh(mesh: str, name: str) -> None:
     want = _from_meta(None, name)
     assert all(torch.isfinite(v).all() for v in want.values())
@@ -262,7 +262,7 @@ def _loaded(mesh: str, path: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "other"), [("fsdp2", "tp2"), ("fsdp2xtp2", "fsdp2"), ("tp2", "hsdp2x2"), ("hsdp2x2", "replicate2xtp2")]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_state_goes_from_mesh_to_mesh(mesh: str, other: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     run_ranks(_ranks(mesh), _state, mesh, path)
@@ -304,7 +304,7 @@ def _copies(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [*SPLIT, "dp2"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_copies_are_independent(mesh: str) -> None:
     run_ranks(_ranks(mesh), _copies, mesh)
 

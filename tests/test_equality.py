@@ -35,7 +35,7 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("mesh", "kind", "every"), _cases())
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(13)
 def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)
@@ -54,6 +54,7 @@ def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_more_optimizers(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, every, MORE_OPTIMIZERS, timeout=300)
@@ -65,7 +66,7 @@ def test_more_optimizers(mesh: str, kind: str, every: int) -> None:
     ("mesh", "kind"),
     [("dp2", "ebc"), ("dp4", "ebc_weighted"), ("dp4", "ec"), ("host2xlocal2", "ebc"), ("replicate2xshard2", "ebc")],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_random_rectangles(mesh: str, kind: str, seeds: range) -> None:
     world = math.prod(MESHES[mesh][0])
     failed = run_ranks(world, run_random, mesh, kind, seeds, timeout=300)

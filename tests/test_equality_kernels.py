@@ -81,7 +81,7 @@ def _kernels(mesh: str, kind: str, nth: int) -> tuple[list[str], set[tuple[str, 
 @pytest.mark.parametrize(
     ("mesh", "kind", "nth"),
     [
-        *(("dp2", kind, 5) for kind in SHARDERS),
+        *(("dp2", kind, 9) for kind in SHARDERS),
         *(pytest.param(mesh, kind, 1, marks=pytest.mark.slow) for mesh in RANKS for kind in SHARDERS),
     ],
 )
@@ -179,6 +179,7 @@ def _drawn_cases(mesh: str, seeds: range) -> list[str]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_everything_with_everything(mesh: str, seeds: range) -> None:
     """What the tests above hold one by one, and one with all, drawn together."""
     for wrong in run_ranks(RANKS[mesh], _drawn_cases, mesh, seeds, timeout=500):

@@ -156,7 +156,7 @@ def trains_and_loads(on: str, kind: str, other: str, folder: str) -> None:
         ("shard", "shard x tp", "joint"),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_experts_train_as_in_one_process(on: str, other: str, kind: str, tmp_path: Path) -> None:
     ranks = 4 if "shard" in on else 2
     run_ranks(ranks, trains_and_loads, on, kind, other, str(tmp_path / "saved"))

@@ -131,6 +131,7 @@ def _disagree(what: str) -> None:
         ("subclass", ["model", "users"]),
     ],
 )
+@pytest.mark.sampled(2)
 def test_ranks_that_disagree_all_say_how(what: str, words: list[str]) -> None:
     texts = {str(error) for error in run_ranks(2, _disagree, what, expect=PlanError, timeout=30)}
     assert len(texts) == 1

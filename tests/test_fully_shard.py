@@ -170,7 +170,7 @@ MESHES = {
     [m for meshes in MESHES.values() for m in meshes],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else None,
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_every_mesh_trains_as_the_plain_model(shape: tuple[int, ...] | None, names: tuple[str, ...], ran: str) -> None:
     world = 1 if shape is None else torch.Size(shape).numel()
     done = run_ranks(world, trains_as_plain, shape, names, "llama", {})
@@ -427,6 +427,7 @@ def test_mixed_precision(names: tuple[str, ...], policy: Any) -> None:
 
 @pytest.mark.parametrize("names", [("shard",), ("dp",)], ids="-".join)
 @pytest.mark.parametrize("offload", [True, CPUOffloadPolicy(pin_memory=False)], ids=["True", "policy"])
+@pytest.mark.sampled(2)
 def test_offload(names: tuple[str, ...], offload: Any) -> None:
     ran = run_ranks(2, trains_as_plain, (2,), names, "llama", {"offload": offload})
     assert ran == ["FSDPModule" if names == ("shard",) else "ReplicateModule"] * 2

@@ -179,7 +179,7 @@ def in_one_process(softmax: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "softmax"), [*((name, "sampled") for name in MESHES), ("fsdp4", "full"), ("fsdp2xtp2", "full")]
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_losses_are_those_of_one_process(name: str, softmax: str) -> None:
     want, (shape, axes) = in_one_process(softmax), MESHES[name]
     assert want.losses[-1] < want.losses[0]

@@ -13,7 +13,7 @@ HALVES = [(of, s) for of in (torch.bfloat16, torch.float16) for s in SPECS]
 
 
 @pytest.mark.parametrize(("dtype", "spec"), HALVES, ids=lambda p: getattr(p, "kind", None))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
     """What torch gives, up to its roundings between; FBGEMM has none. And as good as float32 allows."""
     results = []

@@ -71,7 +71,7 @@ def check_equals_plain(shape: tuple[int, ...], names: tuple[str, ...], is_tied: 
     [((2, 2), ("shard", "tp")), ((2, 2), ("replicate", "shard")), ((4,), ("dp",))],
     ids=lambda x: "x".join(map(str, x)),
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_equals_the_plain_model(shape: tuple[int, ...], names: tuple[str, ...], is_tied: bool) -> None:
     run_ranks(4, check_equals_plain, shape, names, is_tied)
 

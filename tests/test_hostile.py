@@ -336,6 +336,7 @@ def try_seed(kind: str, seed: int, good: Path, net: Any, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", spoiled.KINDS)
+@pytest.mark.sampled(2)
 def test_spoiled(kind: str, good: dict[str, Path], net: Any, tmp_path: Path) -> None:
     assert sum(try_seed(kind, seed, good[kind], net, tmp_path / "x") for seed in range(20)) > 10
 

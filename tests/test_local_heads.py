@@ -106,5 +106,6 @@ def check(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined", "named"])
+@pytest.mark.sampled(2)
 def test_they_are_divided(style: str) -> None:
     run_ranks(2, check, style)

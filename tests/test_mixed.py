@@ -150,7 +150,7 @@ def five_steps(mesh: str, optimizer: str | None, sequence_parallel: bool, path: 
         pytest.param("replicate2xshard2xtp2", "adagrad", True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_equals_one_process(mesh: str, optimizer: str | None, sequence_parallel: bool) -> None:
     run_ranks(max(1, math.prod(MESHES[mesh][0])), five_steps, mesh, optimizer, sequence_parallel)
 

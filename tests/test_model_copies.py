@@ -187,6 +187,7 @@ def averaged(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some("mixed_fsdp2xtp", "rowwise_adagrad", without="column_blocks"))
+@pytest.mark.sampled(2)
 def test_averages_of_weights(name: str) -> None:
     run_ranks(CASES[name].size, averaged, name)
 
@@ -232,6 +233,7 @@ def assigned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some("mixed_fsdp2xtp", "hsdp", "adam", without="column_blocks"))
+@pytest.mark.sampled(2)
 def test_assigned_values(name: str) -> None:
     run_ranks(CASES[name].size, assigned, name)
 

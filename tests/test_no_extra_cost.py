@@ -43,7 +43,7 @@ POINTS = [pytest.param(*p, marks=[pytest.mark.slow] if "loss" in p[1] and " x tp
 
 
 @pytest.mark.parametrize(("mesh", "mode"), POINTS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_collectives_of_a_step(mesh: str, mode: str) -> None:
     theirs, ours = counts(WORK, mesh, mode)
     assert ours == expected(theirs, mesh, mode, WORK.layers)

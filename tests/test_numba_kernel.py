@@ -58,6 +58,7 @@ def trained(spec: OptimizerSpec, ahead: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("spec", [*SPECS, LAMB], ids=lambda s: s.kind)
 @pytest.mark.usefixtures("three_threads")
+@pytest.mark.sampled(2)
 def test_bits_do_not_depend_on_threads(spec: OptimizerSpec) -> None:
     """Nor on whether the ids' order was worked out ahead."""
     many = trained(spec, True)
@@ -194,7 +195,7 @@ def _ids_of(rows: Sequence[int], lengths: Tensor, draw: torch.Generator) -> tupl
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lamb", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_tables_of_few_rows_are_summed_without_an_order(
     dtype: torch.dtype, optimizer: str | None, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -369,6 +369,7 @@ def test_a_block_of_hot_rows_is_costed_by_what_it_gets() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("only", ["row_wise", "grid"])
+@pytest.mark.sampled(2)
 def test_hot_rows_cost_as_much_planned_as_pinned(shape: tuple[int, ...], only: str) -> None:
     """A rank of cold rows has room for others: not all row blocks are taken for the hottest one."""
     generator = torch.Generator().manual_seed(0)

@@ -261,6 +261,7 @@ WERE_WRONG: list[tuple[str, str, str, tuple[Habit, ...]]] = [
 
 
 @pytest.mark.parametrize(("on", "kind", "options", "habits"), WERE_WRONG)
+@pytest.mark.sampled(2)
 def test_pairs_that_were_wrong(on: str, kind: str, options: str, habits: Sequence[Habit]) -> None:
     run_ranks(world_of(on), trains, on, kind, (DDP if kind == "ddp" else FSDP)[options], habits)
 

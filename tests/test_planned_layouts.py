@@ -25,6 +25,7 @@ from tests.ranks import run_ranks
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_plans_train_as_one_process(
     mesh: str, seeds: range, optimizers: tuple[str | None, ...], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def check_consistent(p: Problem, solution: Solution) -> None:
     ("memory", "number"),
     [(0.5, 4), (1.5, 3), *(pytest.param(memory, 12, marks=pytest.mark.slow) for memory in (0.5, 1.5))],
 )
+@pytest.mark.sampled(2)
 def test_near_the_optimum_and_never_below_the_bound(memory: float, number: int) -> None:
     ratios, bounds = [], []
     for seed in range(number):

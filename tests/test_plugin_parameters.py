@@ -99,6 +99,7 @@ def check(axes: tuple[str, ...], sharder: Any, make: Any = Model) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
+@pytest.mark.sampled(2)
 def test_what_a_sharder_does_not_name_is_averaged(axis: str) -> None:
     run_ranks(2, check, (axis,), BiasedSharder, timeout=200)
 

@@ -80,7 +80,7 @@ def expected(kind: str, data_size: int) -> dict[str, Any]:
         ("SGD", (2, 2), ("shard", "tp"), False),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_groups_follow_at_the_first_step(kind: str, shape: Any, names: Any, on_meta: bool) -> None:
     size = shape[0]
     wanted = expected(kind, size)

@@ -180,6 +180,7 @@ def cannot(sharder: BiasedSharder, why: str) -> None:
         pytest.param("replicate2xshard2", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(2)
 def test_beside_a_transformer(name: str, optimizer: str | None) -> None:
     run_ranks(4 if "x" in name else 2, beside_a_transformer, name, optimizer)
 

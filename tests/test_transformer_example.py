@@ -75,6 +75,7 @@ def test_the_loss_falls(saved: tuple[Path, list[float], float, float]) -> None:
 @pytest.mark.parametrize(
     ("shape", "names"), [((2,), ("shard",)), ((2,), ("dp",)), ((), ())], ids=lambda x: "x".join(map(str, x))
 )
+@pytest.mark.sampled(2)
 def test_goes_on_anywhere(
     shape: tuple[int, ...], names: tuple[str, ...], saved: tuple[Path, list[float], float, float]
 ) -> None:
@@ -122,6 +123,7 @@ def sampled(names: tuple[str, ...], temperature: float, options: list[str]) -> s
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.sampled(2)
 def test_sample_is_the_same_on_every_rank_and_mesh(temperature: float) -> None:
     """Longer with the prompt than what the model sees."""
     texts = run_ranks(2, sampled, ("shard",), temperature, [])

@@ -223,7 +223,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("mesh", "name", "mode"), _cases())
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 def test_equals_one_process(mesh: str, name: str, mode: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, name, mode, {})
 
@@ -247,7 +247,7 @@ def test_options_do_not_change_numbers(mesh: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "fsdp2", "fsdp2xtp2", "hsdp2x2", "replicate2xtp2"])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_accumulated_and_clipped(mesh: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, "gpt", "plain", {}, accumulate=2, clip=True)
 

@@ -131,7 +131,7 @@ def trains_split(on: str, is_planned: bool) -> None:
 
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_attentions_to_two_sequences_train_as_in_one_process(on: str, is_planned: bool) -> None:
     """They lay whole; by a model's own plan, gradients of norms were each rank's heads' alone."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, is_planned)

@@ -60,6 +60,7 @@ def _rounded_once(kind: str, results: torch.dtype | None, gradients: torch.dtype
     ("results", "gradients"),
     [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (None, torch.bfloat16), (torch.float16, None)],
 )
+@pytest.mark.sampled(2)
 def test_each_value_is_rounded_once(kind: str, results: torch.dtype | None, gradients: torch.dtype | None) -> None:
     run_ranks(2, _rounded_once, kind, results, gradients)
 

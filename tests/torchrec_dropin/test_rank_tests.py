@@ -116,6 +116,7 @@ def run_case(base: str, method: str, arguments: dict[str, Any], whose: str) -> s
 
 
 @pytest.mark.parametrize(("ranks", "base", "method", "arguments"), list(cases()))
+@pytest.mark.sampled(2)
 def test_passes_with_our_class(ranks: int, base: str, method: str, arguments: dict[str, Any]) -> None:
     assert run_ranks(ranks, run_case, base, method, arguments, "dmp") == ["passed"] * ranks
 
