@@ -34,9 +34,8 @@ For the whole process, once
   replaced are those of what is in their places
 - `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
   of a table is told when the pass is done, and what scales one that is right is averaged over the ranks
-- `sharders/embedding/drawn_later.py: nn.init._calculate_fan_in_and_fan_out =`,
-  `sharders/embedding/drawn_later.py: setattr(nn.init)`: what is drawn in a part of a table is of the whole's fans, and
-  takes one number of the program's generator on every rank
+- `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
+  table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for
 - `dmp/wrap/optimizer_guard.py: Optimizer.zero_grad =`: an optimizer around another may make no step of torch's itself

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.init import xavier_uniform_ as imported_before
 
 from dmp import DistributedModelParallel, ShardError, data_parallel, full_state_dict, row_wise, table_wise
 from tests.ranks import run_ranks
@@ -71,3 +75,21 @@ def refused() -> list[str]:
 def test_values_that_depend_on_the_whole_are_refused_on_a_part() -> None:
     for texts in run_ranks(2, refused):
         assert all("of shape (11, 8)" in text and "before the model is wrapped" in text for text in texts)
+
+
+def drawn_by_what_was_imported() -> tuple[torch.Tensor, float]:
+    model = DistributedModelParallel(Net(), plan=PLAN)
+    torch.manual_seed(5)
+    for name in PLAN:
+        imported_before(model.get_parameter(name), gain=2.0)
+    assert imported_before is nn.init.xavier_uniform_ is pickle.loads(pickle.dumps(imported_before))
+    assert list(inspect.signature(imported_before).parameters) == ["tensor", "gain", "generator"]
+    return full_state_dict(model)["users.weight"], torch.rand(()).item()
+
+
+def test_a_function_imported_by_name_before_wrapping_is_the_same() -> None:
+    """It drew by the part's fans, and left the ranks' generators apart; what held it could no longer be pickled."""
+    (whole, number), (_, other) = run_ranks(2, drawn_by_what_was_imported)
+    assert number == other
+    assert len(whole.flatten().unique()) == whole.numel()
+    assert (6 / sum(whole.shape)) ** 0.5 < whole.abs().max() <= 2 * (6 / sum(whole.shape)) ** 0.5

@@ -73,7 +73,7 @@ def effects_in(source: str) -> set[str]:
             theirs |= held if root_of(node.value) in theirs else set()
         for target in targets:
             is_theirs = isinstance(target, ast.Attribute | ast.Subscript) and root_of(target) in theirs
-            if is_theirs or (isinstance(target, ast.Attribute) and target.attr == "__class__"):
+            if is_theirs or (isinstance(target, ast.Attribute) and target.attr in ("__class__", "__code__")):
                 found.add(f"{ast.unparse(target)} =")
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)

@@ -4,14 +4,19 @@ A rank's parameter is its part of a table. Drawn as it stands, equal parts on ra
 equal values, parts of another size would leave the ranks' generators, and so all dense weights drawn next, apart, and a
 fan would be the part's. So a call takes one number of the rank's generator, and draws by that and the part's place:
 copies of a part get equal values where the ranks were seeded alike. What `tensor.normal_()` draws is not seen.
+
+[Note: the same functions] torch's functions stay the objects that they are, and get other code: programs and modules
+have imported them by name long before, and objects that hold one (TorchRec's configurations of tables do) are pickled
+by its name, for which it must be what is found there.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial
 from inspect import signature
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,36 +62,49 @@ _DRAW = frozenset(
 
 @cache
 def _stand_in() -> None:
-    fans: Any = nn.init._calculate_fan_in_and_fan_out
-
-    @wraps(fans)
-    def of_the_whole(tensor: torch.Tensor) -> Any:
-        here = getattr(tensor, "_dmp_place", None)
-        return fans(tensor if here is None else torch.empty(here.whole, device="meta"))
-
-    nn.init._calculate_fan_in_and_fan_out = of_the_whole
+    _stand_in_for(nn.init._calculate_fan_in_and_fan_out, _fans_of_the_whole)
     for name in _DRAW | _OF_THE_WHOLE:
-        setattr(nn.init, name, _knowing(getattr(nn.init, name), name))
+        _stand_in_for(getattr(nn.init, name), _knowing)
 
 
-def _knowing(own: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @wraps(own)
-    def run(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        here = getattr(tensor, "_dmp_place", None)
-        if here is None:
-            return own(tensor, *args, **options)
-        if name in _OF_THE_WHOLE and not here.is_whole:
-            raise ShardError(
-                f"torch.nn.init.{name} is asked of a part of a table of shape {here.whole}: this rank has "
-                f"{tuple(tensor.shape)}, and each value depends on the whole. Call it before the model is wrapped, or "
-                "give the table the plan entry data_parallel()"
-            )
-        given = signature(own).bind(tensor, *args, **options).arguments
-        generator = given.pop("generator", None)
-        seed = torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device)
-        if tensor.numel() == 0 or tensor.is_meta:
-            return tensor  # torch warns of none, and draws none for meta
-        of_part = torch.Generator(tensor.device).manual_seed(int(seed) ^ here.digest)
-        return own(**given, generator=of_part)
+def _stand_in_for(function: Any, takes: Callable[..., Any]) -> None:
+    """See [Note: the same functions].
 
-    return run
+    Args:
+        takes: the function as it was, and its arguments.
+    """
+    was = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    was.__kwdefaults__ = function.__kwdefaults__
+    function.__wrapped__ = was  # by which its signature is the same
+
+    def called(*args: Any, _dmp_takes: Any, **options: Any) -> Any:
+        return _dmp_takes(*args, **options)
+
+    function.__code__ = called.__code__
+    function.__defaults__ = None
+    function.__kwdefaults__ = {"_dmp_takes": partial(takes, was)}
+
+
+def _fans_of_the_whole(own: Any, tensor: torch.Tensor) -> Any:
+    here = getattr(tensor, "_dmp_place", None)
+    return own(tensor if here is None else torch.empty(here.whole, device="meta"))
+
+
+def _knowing(own: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    here = getattr(tensor, "_dmp_place", None)
+    if here is None:
+        return own(tensor, *args, **options)
+    name = own.__name__
+    if name in _OF_THE_WHOLE and not here.is_whole:
+        raise ShardError(
+            f"torch.nn.init.{name} is asked of a part of a table of shape {here.whole}: this rank has "
+            f"{tuple(tensor.shape)}, and each value depends on the whole. Call it before the model is wrapped, or "
+            "give the table the plan entry data_parallel()"
+        )
+    given = signature(own).bind(tensor, *args, **options).arguments
+    generator = given.pop("generator", None)
+    seed = torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device)
+    if tensor.numel() == 0 or tensor.is_meta:
+        return tensor  # torch warns of none, and draws none for meta
+    of_part = torch.Generator(tensor.device).manual_seed(int(seed) ^ here.digest)
+    return own(**given, generator=of_part)
