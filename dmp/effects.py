@@ -24,16 +24,13 @@ For the whole process, once
   `dmp/wrap/step_turns.py: register_optimizer_step_pre_hook`,
   `sharders/data_parallel/unfinished.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is
   wrapped
-- `sharders/data_parallel/asked.py: torch.autograd._engine_run_backward =`: who asks for gradients of weights that FSDP2
-  has split gets none, and is not told
 - `sharders/data_parallel/blocks.py: checkpoint_activation._no_hook =`: a block that torch's composable checkpoint
   computes again is computed so by more than one backward pass
-- `dmp/wrap/backward_errors.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
-  says what to do, too
-- `dmp/wrap/asked_earlier.py: torch.autograd._engine_run_backward =`: gradients asked for of weights that wrapping has
-  replaced are those of what is in their places
-- `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
-  of a table is told when the pass is done, and what scales one that is right is averaged over the ranks
+- `dmp/ranks/backward.py: torch.autograd._engine_run_backward =`: every backward pass goes by it. What torch says of
+  plain tensors beside DTensors says what to do, too; gradients asked for of weights that wrapping has replaced are
+  those of what is in their places; who asks for those of what FSDP2 has split gets them, or is told; a term of the
+  loss that is wrong on a part of a table is told when the pass is done, and what scales one that is right is averaged
+  over the ranks
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
   table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

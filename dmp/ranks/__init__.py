@@ -14,6 +14,7 @@ Which to use, in a call that all ranks of a group make together:
     `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
     `take_turn`         before a collective of torch's that ranks may begin in different orders
+    `around_backward`   what is done around every backward pass
     `note_left`         of a pass that raises here alone; `begin_pass` where one begins
     `parted_text`       what an error says where ranks are found in different calls
     `raise_verdict`     every so often in a wait that is no collective
@@ -29,6 +30,7 @@ In reading order:
 - `watchdog`: a thread that sees when ranks part ways, or one is dead
 - `answers`: where each rank says it is, and what that means
 - `connections`: gloo's connections of this process, and an end to them
+- `backward`: what is done around every backward pass of this process
 - `left`: errors by which this rank alone may have left a pass
 - `stacks`: where a thread of this process is
 - `launch`: the process group of a launch that made none
@@ -36,6 +38,7 @@ In reading order:
 
 from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
+from dmp.ranks.backward import around_backward
 from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
@@ -47,4 +50,4 @@ from dmp.ranks.watchdog import PeerLost
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
 __all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]
-__all__ += ["begin_pass", "is_alive", "note_left"]
+__all__ += ["around_backward", "begin_pass", "is_alive", "note_left"]

@@ -6,7 +6,6 @@ parts part again, and the plain gradient of their sum meets DTensors. The other 
 
 from __future__ import annotations
 
-from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -25,22 +24,14 @@ _WORDS = {
 """What torch's error has in it -> what ours says."""
 
 
-@cache
-def watch_backward_passes() -> None:
-    """From now on the error says what to do."""
-    # Private, but every backward pass goes by it.
-    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    @wraps(own)
-    def run(*args: Any, **options: Any) -> Any:
-        try:
-            return own(*args, **options)
-        except Exception as error:
-            if torch._C._current_graph_task_id() < 0:  # not of a pass within a pass
-                note_left("the backward pass", error)
-            text = next((text for theirs, text in _WORDS.items() if theirs in str(error)), None)
-            if not isinstance(error, RuntimeError) or text is None:
-                raise
-            raise ShardError(text) from error
-
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+def say_what_left(own: Any, *args: Any, **options: Any) -> Any:
+    """A backward pass, see `around_backward`, of which the error says what to do."""
+    try:
+        return own(*args, **options)
+    except Exception as error:
+        if torch._C._current_graph_task_id() < 0:  # not of a pass within a pass
+            note_left("the backward pass", error)
+        text = next((text for theirs, text in _WORDS.items() if theirs in str(error)), None)
+        if not isinstance(error, RuntimeError) or text is None:
+            raise
+        raise ShardError(text) from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dmp.ranks import around_backward
 from dmp.wrap.asked_earlier import follow_asked
-from dmp.wrap.backward_errors import watch_backward_passes
+from dmp.wrap.backward_errors import say_what_left
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp
 from dmp.wrap.step_turns import agree_on_steps
@@ -13,6 +14,6 @@ def stand_in() -> None:
     """At every wrap: each sees to it that it is there once."""
     guard_optimizers()
     agree_on_steps()  # after who refuses one
-    watch_backward_passes()
-    follow_asked()
+    around_backward(say_what_left, is_outer=True)
+    around_backward(follow_asked, is_outer=True)
     guard_ddp()

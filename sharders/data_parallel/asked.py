@@ -5,15 +5,14 @@ for the gradient of the latter, autograd finds nothing on its way, and `backward
 whoever asks `backward` for such a weight asks for both; FSDP2 then does the rest. `torch.autograd.grad` returns what it
 has found before anything is averaged: an error for what is split, and for copies each rank's own, which is said once.
 
-[Note: asking] Both of torch's functions, under every name that they were imported by, call one function of torch's,
-which another stands in for from the first model on. Passes that ask for nothing go straight on.
+[Note: asking] From the first model on every pass comes by here; those that ask for nothing go straight on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -38,7 +37,7 @@ def hear_of_split(root: nn.Module) -> None:
         root: after `fully_shard`.
     """
     _split.add(root)
-    _stand_in()
+    ranks.around_backward(_hearing)
 
 
 def hear_of_copies(of: Any, held: Callable[[Any], Iterable[torch.Tensor]]) -> None:
@@ -49,55 +48,49 @@ def hear_of_copies(of: Any, held: Callable[[Any], Iterable[torch.Tensor]]) -> No
         held: gives them, of that.
     """
     _averaged[of] = held
-    _stand_in()
+    ranks.around_backward(_hearing)
 
 
-@cache
-def _stand_in() -> None:
-    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+def _hearing(own: Any, *args: Any, **options: Any) -> Any:
+    """A backward pass, see `ranks.around_backward`."""
+    try:
+        if len(args) < 5 or not (_split or args[4]):
+            return own(*args, **options)
+        with hearing_of_pass(_split), backward_pass(args[0], _split, bool(args[3])):
+            return _asking(own, *args, **options) if args[4] else own(*args, **options)
+    except RuntimeError as error:  # of a collective of torch's
+        ranks.raise_cause(error)
+        raise
+    finally:
+        if torch._C._current_graph_task_id() < 0:  # no pass within a pass
+            wake()
 
-    @wraps(own)
-    def run(*args: Any, **options: Any) -> Any:
-        try:
-            return hearing(*args, **options)
-        except RuntimeError as error:  # of a collective of torch's
-            ranks.raise_cause(error)
-            raise
-        finally:
-            if torch._C._current_graph_task_id() < 0:  # no pass within a pass
-                wake()
 
-    def hearing(outputs: Any, *args: Any, **options: Any) -> Any:
-        if len(args) < 4 or not (_split or args[3]):
-            return own(outputs, *args, **options)
-        with hearing_of_pass(_split), backward_pass(outputs, _split, bool(args[2])):
-            return asking(outputs, *args, **options) if args[3] else own(outputs, *args, **options)
-
-    def asking(outputs: Any, gradients: Any, keeps: bool, creates: bool, asked: Any, *rest: Any, **options: Any) -> Any:
-        names = dict(_wholes(asked))
-        both = (*asked, *(whole for _, whole in names.values()))
-        if options.get("accumulate_grad"):
-            return own(outputs, gradients, keeps, creates, both, *rest, **options)
-        if not names:
-            if not creates:
-                _say_of_copies(asked)
-            return own(outputs, gradients, keeps, creates, asked, *rest, **options)
-        found = own(outputs, gradients, keeps, creates, both, True, **options)
-        for (name, _), gradient in zip(names.values(), found[len(asked) :], strict=True):
-            if gradient is not None:
-                raise ShardError(
-                    f"torch.autograd.grad of {name!r}: FSDP2 computes with a gathered copy of it, and gives the weight "
-                    "a gradient in .grad alone. Call loss.backward(inputs=[...]) and read .grad, which is the mean "
-                    "over the ranks; a penalty on it can be had of copies, on a mesh with a 'dp' axis alone"
-                )
-        if not rest[0] and any(gradient is None for gradient in found[: len(asked)]):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
+def _asking(
+    own: Any, outputs: Any, gradients: Any, keeps: bool, creates: bool, asked: Any, *rest: Any, **options: Any
+) -> Any:
+    names = dict(_wholes(asked))
+    both = (*asked, *(whole for _, whole in names.values()))
+    if options.get("accumulate_grad"):
+        return own(outputs, gradients, keeps, creates, both, *rest, **options)
+    if not names:
+        if not creates:
+            _say_of_copies(asked)
+        return own(outputs, gradients, keeps, creates, asked, *rest, **options)
+    found = own(outputs, gradients, keeps, creates, both, True, **options)
+    for (name, _), gradient in zip(names.values(), found[len(asked) :], strict=True):
+        if gradient is not None:
+            raise ShardError(
+                f"torch.autograd.grad of {name!r}: FSDP2 computes with a gathered copy of it, and gives the weight "
+                "a gradient in .grad alone. Call loss.backward(inputs=[...]) and read .grad, which is the mean "
+                "over the ranks; a penalty on it can be had of copies, on a mesh with a 'dp' axis alone"
             )
-        return found[: len(asked)]
-
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    if not rest[0] and any(gradient is None for gradient in found[: len(asked)]):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+            "if this is the desired behavior."
+        )
+    return found[: len(asked)]
 
 
 def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:

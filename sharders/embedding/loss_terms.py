@@ -21,13 +21,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import cache, wraps
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from dmp import Shard, ShardError
+from dmp import Shard, ShardError, ranks
 from sharders.embedding.among import Among
 from sharders.embedding.operations import is_pointwise, operations
 from sharders.embedding.part_gradient import hand_out
@@ -93,7 +93,7 @@ def watch(
         name: of the table, for messages; may not hold the parameter.
         among: ranks that have a part of it, or it.
     """
-    _stand_in()
+    ranks.around_backward(_look_at_terms)
     rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
     is_watched = hasattr(parameter, "_dmp_part")
@@ -127,29 +127,22 @@ def mark(gradients: Sequence[torch.Tensor | None]) -> None:
             setattr(gradient, _MARK, gradient._version)
 
 
-@cache
-def _stand_in() -> None:
-    # Private, but every backward pass goes by it.
-    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    @wraps(own)
-    def run(outputs: Any, *args: Any, **options: Any) -> Any:
-        roots = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
-        handles = _meet_at_terms(roots) if _read_parts(roots) else []
-        try:
-            result = own(outputs, *args, **options)
-            if _met:
-                _check(roots)
-            for parameter in _reached:
-                hand_out(parameter, parameter._dmp_part.name)  # type: ignore[attr-defined]
-            return result
-        finally:
-            _met.clear()
-            _reached.clear()
-            for handle in handles:
-                handle.remove()
-
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
+def _look_at_terms(own: Any, outputs: Any, *args: Any, **options: Any) -> Any:
+    """A backward pass, see `ranks.around_backward`."""
+    roots = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
+    handles = _meet_at_terms(roots) if _read_parts(roots) else []
+    try:
+        result = own(outputs, *args, **options)
+        if _met:
+            _check(roots)
+        for parameter in _reached:
+            hand_out(parameter, parameter._dmp_part.name)  # type: ignore[attr-defined]
+        return result
+    finally:
+        _met.clear()
+        _reached.clear()
+        for handle in handles:
+            handle.remove()
 
 
 def _read_parts(roots: Sequence[Any]) -> bool:

@@ -1,0 +1,44 @@
+"""What is done around every backward pass of this process.
+
+All of torch's functions for passes, under every name that they were imported by, call one function of torch's, which
+this file stands in for: once, so that the order of those who are around it does not depend on which came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+
+_inner: list[Callable[..., Any]] = []
+_outer: list[Callable[..., Any]] = []
+
+
+def around_backward(around: Callable[..., Any], *, is_outer: bool = False) -> None:
+    """From now on, once: `around(own, outputs, gradients, keeps, creates, asked, ...)` in the place of each pass, which
+    `own` is, with what is around it already.
+
+    Args:
+        around: calls `own` with what follows it. What it is asked for may be left out, as may all behind.
+        is_outer: it is around all that are not.
+    """
+    _stand_in()
+    if around not in (*_inner, *_outer):
+        (_outer if is_outer else _inner).append(around)
+
+
+@cache
+def _stand_in() -> None:
+    # Private, but every backward pass goes by it.
+    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @wraps(own)
+    def run(*args: Any, **options: Any) -> Any:
+        inside = own
+        for around in (*_inner, *_outer):
+            inside = partial(around, inside)
+        return inside(*args, **options)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
