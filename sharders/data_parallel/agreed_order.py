@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import RanksError, ranks
+from sharders.data_parallel.fsdp_units import units_of
 
 
 def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | None) -> None:
@@ -30,7 +31,7 @@ def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | N
     for path, module in modules.items():
         which = f"of {path!r}" if path else "outside of units"
         of = f"the weights {which}, of the model that was wrapped at call {number}"
-        for unit in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for unit in units_of([module]):
             unit._all_gather_comm = gathers(unit, f"gathering {of}")
             unit._reduce_scatter_comm = reduces(
                 f"backward: averaging gradients of {of}", everyone, not path, not _is_split(unit)

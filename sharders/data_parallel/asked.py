@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from dmp import ShardError, join_name, ranks
-from sharders.data_parallel.fsdp_units import weights
+from dmp import ShardError, ranks
+from sharders.data_parallel.fsdp_units import name_of, weights
 from sharders.data_parallel.later_hooks import wake
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
@@ -100,9 +100,7 @@ def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor
     for root in list(_split):
         for held in weights(root):
             if hasattr(held, "_unsharded_param") and {id(held.sharded_param), id(held._unsharded_param)} & ids:
-                place = held._module_info
-                path = next((path for path, m in root.named_modules() if m is place.module), "")
-                yield id(held.sharded_param), (join_name(path, place.param_name), held._unsharded_param)
+                yield id(held.sharded_param), (name_of(root, held), held._unsharded_param)
 
 
 def _say_of_copies(asked: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dmp import ShardError
+from sharders.data_parallel.fsdp_units import units_of
 
 _BY_POLICY = "mixed_precision casts all weights for the forward; torch.autocast in its place leaves that to the model"
 
@@ -22,8 +23,7 @@ def refuse_casts(unit: Any) -> None:
     Raises:
         ShardError: one of the weights has another dtype than it was gathered in.
     """
-    # Private, as is what torch keeps of each weight.
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in units_of([unit]):
         for held in group.fsdp_params:
             gathered, dtype = getattr(held, "_unsharded_param", None), held.param_dtype or held.orig_dtype
             if gathered is not None and gathered.dtype is not dtype and gathered.requires_grad:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import Layout, ShardError, ShardingEnv, fully_sharded_dim, is_dtensor, join_name, ranks, strided
+from dmp import Layout, ShardError, ShardingEnv, fully_sharded_dim, is_dtensor, ranks, strided
 from sharders.data_parallel.agreed_order import keep_order
 from sharders.data_parallel.asked import hear_of_split
 from sharders.data_parallel.blocks import (
@@ -38,6 +38,7 @@ from sharders.data_parallel.blocks import (
 from sharders.data_parallel.cast_inside import refuse_casts
 from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
+from sharders.data_parallel.fsdp_units import name_of, units_of
 from sharders.data_parallel.options import check_fsdp, check_parts, check_torch
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.read_outside import read_outside
@@ -363,8 +364,7 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
         modules: those that are gathered at once each.
         stays: the user has asked for them to stay: only what has been written in place, as torch counts it, is newer.
     """
-    # Private, as what it holds: nothing public tells what is gathered, and how often chunks were written.
-    units = [unit for m in modules for unit in m._get_fsdp_state()._fsdp_param_groups]
+    units = units_of(modules)
     written: list[int] = []
 
     def before() -> None:
@@ -407,9 +407,8 @@ def _take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
             if found is held.sharded_param or found is whole or found is kept:  # the last: in as many parts as asked
                 continue
             if not is_dtensor(found):
-                path = next((path for path, m in root.named_modules() if m is place.module), "")
                 raise ShardError(
-                    f"{join_name(path, place.param_name)!r} was replaced after wrapping, where it is split, and FSDP2 "
+                    f"{name_of(root, held)!r} was replaced after wrapping, where it is split, and FSDP2 "
                     "would put back what it had: write into it under torch.no_grad() (copy_, load_state_dict), or "
                     "replace it before wrapping"
                 )
@@ -428,8 +427,7 @@ def _gather_first(modules: Sequence[Any]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         modules[-1]._get_fsdp_state()._lazy_init()
         for m in modules:
-            held = [each for unit in m._get_fsdp_state()._fsdp_param_groups for each in unit.fsdp_params]
-            if not all(each.all_gather_outputs for each in held):
+            if not all(each.all_gather_outputs for unit in units_of([m]) for each in unit.fsdp_params):
                 m.unshard()
                 m.reshard()
 

@@ -5,8 +5,10 @@ Private to torch, as what they hold: nothing public tells what a forward compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from dmp import join_name
 
 
 def states(root: Any) -> list[Any]:
@@ -31,5 +33,22 @@ def weights(root: Any) -> Iterator[Any]:
 
 def weights_below(module: Any) -> list[Any]:
     """The same ones, which a module and those below it hold; before the first forward too."""
-    split = [each._get_fsdp_state() for each in module.modules() if hasattr(each, "_get_fsdp_state")]
-    return [weight for state in split for unit in state._fsdp_param_groups for weight in unit.fsdp_params]
+    split = [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+    return [weight for unit in units_of(split) for weight in unit.fsdp_params]
+
+
+def units_of(modules: Iterable[Any]) -> list[Any]:
+    """What is gathered at once, of modules that were each split by themselves; before the first forward too."""
+    return [unit for module in modules for unit in module._get_fsdp_state()._fsdp_param_groups]
+
+
+def is_idle(module: Any) -> bool:
+    """Whether a module that was split by itself is in no pass: it is called from outside then."""
+    is_in_none: bool = module._get_fsdp_state()._training_state.name == "IDLE"
+    return is_in_none
+
+
+def name_of(root: Any, weight: Any) -> str:
+    """Where a weight is in the model."""
+    place = weight._module_info
+    return join_name(next((path for path, m in root.named_modules() if m is place.module), ""), place.param_name)

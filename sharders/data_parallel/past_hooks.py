@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError, is_dtensor, join_name
+from sharders.data_parallel.fsdp_units import is_idle, units_of
 
 _TORCH = str(Path(torch.__file__).parent)
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -34,11 +35,11 @@ def gather_by_forward(unit: Any) -> None:
     Args:
         unit: after `fully_shard`.
     """
-    own, state = unit.forward, unit._get_fsdp_state()
+    own = unit.forward
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or state._training_state.name != "IDLE":
+        if torch.compiler.is_compiling() or not is_idle(unit):
             return own(*args, **kwargs)
         return unit(*args, **kwargs)
 
@@ -106,7 +107,7 @@ def gather_outside(root: Any, units: Sequence[Any], before_forward: Callable[[],
     state, inside = root._get_fsdp_state(), {id(part) for unit in units for part in unit.modules()}
 
     def is_outside() -> bool:
-        return not torch.compiler.is_compiling() and state._training_state.name == "IDLE"
+        return not torch.compiler.is_compiling() and is_idle(root)
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not is_outside():
@@ -144,7 +145,7 @@ def _pieces(module: nn.Module) -> list[bool]:
 
 
 def _refuse(module: nn.Module, root: Any) -> None:
-    if not any(_pieces(module)) or not all(unit.is_sharded for unit in root._get_fsdp_state()._fsdp_param_groups):
+    if not any(_pieces(module)) or not all(unit.is_sharded for unit in units_of([root])):
         return
     path = next((path for path, part in root.named_modules() if part is module), "")
     raise ShardError(
@@ -158,9 +159,7 @@ def _explained(root: nn.Module, units: Sequence[Any], error: RuntimeError) -> st
     unit_of = {id(part): unit for unit in outer_first for part in unit.modules()}
     frames = list(_frames(error.__traceback__))
     passed = [unit_of.get(id(module)) for module, *_ in frames]
-    idle = [
-        i for i, unit in enumerate(passed) if unit is not None and unit._get_fsdp_state()._training_state.name == "IDLE"
-    ]
+    idle = [i for i, unit in enumerate(passed) if unit is not None and is_idle(unit)]
     advice = "or have all weights gathered at once, data_parallel_wrapper=FSDPWrapper(units=[])"
     if not idle:
         some = ", ".join(paths[id(unit)] for unit in units[:3])

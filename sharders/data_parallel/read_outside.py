@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dmp import ShardError, is_dtensor
+from sharders.data_parallel.fsdp_units import is_idle
 from sharders.data_parallel.past_hooks import MIXED, PAST
 
 _REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
@@ -32,13 +33,12 @@ def read_outside(root: Any, before_forward: Callable[[], None]) -> None:
         root: after `fully_shard`.
         before_forward: what is done before each forward of the root.
     """
-    state = root._get_fsdp_state()
     meshes = {p.device_mesh for p in root.parameters() if is_dtensor(p)}
 
     def wrapped(own: Callable[..., Any], path: str) -> Callable[..., Any]:
         @functools.wraps(own)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or state._training_state.name != "IDLE":
+            if torch.compiler.is_compiling() or not is_idle(root):
                 return own(*args, **kwargs)
             if not torch.is_grad_enabled() or hasattr(own, "__wrapped__"):  # a decorator may be torch.no_grad()
                 before_forward()
