@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dmp import ShardingEnv, is_torchrecs, type_name
+from dmp import ShardingEnv, is_torchrecs, ranks, type_name
 from planner.planner import ShardingPlanner
-from planner.torchrec_parts import constraint_of, constraints_of_torchrec, reserved_of, say_once, topology_of
+from planner.torchrec_parts import constraint_of, constraints_of_torchrec, reserved_of, topology_of
 
 
 def from_torchrec(theirs: Any, env: ShardingEnv | None = None) -> Any:
@@ -40,7 +40,7 @@ def from_torchrec(theirs: Any, env: ShardingEnv | None = None) -> Any:
 
 
 def _planner(theirs: Any) -> ShardingPlanner:
-    say_once(
+    ranks.say_once(
         f"{type_name(theirs)}: its topology, constraints, storage reservation and batch size are taken; search, its "
         "options and what they cost are this planner's own"
     )

@@ -5,17 +5,14 @@ TorchRec counts bytes, and bytes per millisecond; ours are bytes, and bytes per 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-from dmp import ShardingEnv, is_torchrecs, type_name
+from dmp import ShardingEnv, is_torchrecs, ranks, type_name
 from planner.candidates.constraints import Constraint
 from planner.costs.topology import Topology, check_topology
 
-_log = logging.getLogger("dmp")
 _MS = 1000  # in a second
 _OUR_NAME = {"table_column_wise": "column_wise", "grid_shard": "grid"}  # where it is another than TorchRec's
 _KERNELS = ("fused", "dense")
@@ -36,7 +33,7 @@ def constraint_of(theirs: Any, env: ShardingEnv | None = None) -> Constraint:
         return theirs  # type: ignore[no-any-return]
     unread = [name for name in _NO_MEANING if getattr(theirs, name, None) not in (None, False)]
     if unread:
-        say_once(f"ParameterConstraints: {unread} mean nothing to this planner, and are passed over")
+        ranks.say_once(f"ParameterConstraints: {unread} mean nothing to this planner, and are passed over")
     is_flat = env is not None and len(env.table_shape) < 2
     kinds = [str(getattr(kind, "value", kind)) for kind in theirs.sharding_types or ()]
     layouts = [_OUR_NAME.get(kind, kind) for kind in kinds]
@@ -44,7 +41,7 @@ def constraint_of(theirs: Any, env: ShardingEnv | None = None) -> Constraint:
     factors = list(theirs.pooling_factors or ())
     kernels = {str(getattr(kernel, "value", kernel)) for kernel in theirs.compute_kernels or ()}
     if kernels - set(_KERNELS):
-        say_once(f"ParameterConstraints: of compute_kernels {sorted(kernels)} only {list(_KERNELS)} are here")
+        ranks.say_once(f"ParameterConstraints: of compute_kernels {sorted(kernels)} only {list(_KERNELS)} are here")
     own = [kernel for kernel in _KERNELS if kernel in kernels]
     return Constraint(
         layouts=list(dict.fromkeys(layouts)) or None,
@@ -112,12 +109,6 @@ def reserved_of(reservation: Any, memory_bytes: float) -> float:
         f"expected a FixedPercentage-, FixedAbsolute- or HeuristicalStorageReservation; got {type_name(reservation)}. "
         "Topology(reserved_fraction=...) says it here"
     )
-
-
-@cache
-def say_once(text: str) -> None:
-    """A warning, once in a process."""
-    _log.warning(text)
 
 
 def _ranks_inside(env: ShardingEnv, axis: int) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
+from dmp.ranks import say_once
 from sharders import EmbeddingBagSharder
-from sharders.embedding.lookup import fbgemm_kernel, kernels, numba_kernel, numba_training
+from sharders.embedding.lookup import fbgemm_kernel, numba_kernel, numba_training
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import KERNELS, Kernel, compile_lookup, register_kernel
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
@@ -43,12 +44,12 @@ def test_what_the_fast_kernels_do_not_take_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba_kernel, "problem", lambda dtype, _: "no numba" if dtype != torch.float32 else "")
-    kernels._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level("WARNING", logger="dmp"):
         for dtype in (torch.float64, torch.float64, torch.bfloat16, torch.float32):
             compile_lookup(Bank([], dtype, "cpu"), [])
         compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="torch")  # asked for: nothing fell back
-    kernels._say_once.cache_clear()
+    say_once.cache_clear()
     assert all("by the torch kernel: the numba kernel" in text and "no numba" in text for text in caplog.messages)
     assert [("float64" in text, "bfloat16" in text) for text in caplog.messages] == [(True, False), (False, True)]
 
@@ -59,7 +60,7 @@ def test_without_numba_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "sharders.embedding.lookup.numba_functions", raising=False)
     for cached in (numba_kernel.problem, numba_kernel.entry_of):
         monkeypatch.setattr(numba_kernel, cached.__name__, cached.__wrapped__)
-    kernels._say_once.cache_clear()
+    say_once.cache_clear()
     model = wrapped(None, 4)
     assert "kernel=fbgemm" in repr(model.module)
     model(torch.tensor([[1, 2]])).sum().backward()
@@ -69,7 +70,7 @@ def test_without_numba_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_shown_which_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level("INFO", logger="dmp"):
         assert "kernel=numba" in repr(wrapped(None, 4).module) and "kernel=torch" in repr(wrapped("torch", 4).module)
     assert [text for text in caplog.messages if "looked up" in text] == [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError
-from sharders.embedding.lookup import given_optimizers
+from dmp.ranks import say_once
 from sharders.embedding.lookup.given_optimizers import OptimizerReader, optimizer_of, spec_of_fused_params
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged, also where it was said before."""
-    given_optimizers._say_once.cache_clear()
+    say_once.cache_clear()
     caplog.set_level(logging.INFO, "dmp")
     return caplog
 

@@ -23,9 +23,9 @@ from dmp import (
     table_wise,
 )
 from dmp.chunked import as_chunks, chunk_views
+from dmp.ranks import say_once
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap.whole import gather
-from sharders.embedding import loss_terms
 from tests.ranks import mesh, run_apart, run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import Net, batch, loss_of
@@ -117,8 +117,7 @@ def without_ranks(data_size: int, term: Term) -> dict[str, torch.Tensor]:
 
 def differences(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
     said, found = Said(), []
-    loss_terms._say_of_unknown.cache_clear()
-    loss_terms._say_of_number.cache_clear()
+    say_once.cache_clear()
     logging.getLogger("dmp").addHandler(said)
     try:
         for name in terms:

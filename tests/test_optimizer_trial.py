@@ -24,7 +24,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
-from dmp.wrap.optimizer_guard import _say_once
+from dmp.ranks import say_once
 from dmp.wrap.optimizer_trial import Untried, cut_of, wrong_cut
 from tests.equality import attach
 from tests.ranks import mesh, run_ranks
@@ -297,7 +297,7 @@ def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = Fals
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dmp").addHandler(handler)
-    _say_once.cache_clear()
+    say_once.cache_clear()
     try:
         module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 2))
         attach(module[0], "sgd" if in_backward else None)

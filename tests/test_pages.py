@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmp.ranks import say_once
 from sharders.embedding.lookup import pages
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import compile_lookup
@@ -98,7 +99,7 @@ def test_systems_without_large_pages_have_tables_too(
     monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
     monkeypatch.setattr(pages, "_page_bytes", pages._page_bytes.__wrapped__)
     monkeypatch.setattr(pages, "_ON_WRITING", -1)
-    pages._say_once.cache_clear()
+    say_once.cache_clear()
     if setting != "missing":
         (tmp_path / "enabled").write_text(setting)
         (tmp_path / "hpage_pmd_size").write_text(str(2 << 20))

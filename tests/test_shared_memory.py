@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import DistributedModelParallel, RanksError, ShardError, ShardingEnv, row_wise
-from dmp.ranks import PeerLost
+from dmp.ranks import PeerLost, say_once
 from sharders.channel import GroupChannel, over_connections
 from sharders.shared_memory import mapping, opening, waiting
 from sharders.shared_memory.memory_channel import MemoryChannel
@@ -61,7 +61,7 @@ def _troubles(rank: int) -> dict[str, Callable[[], object]]:
 
 
 def _not_to_be_had(why: str, is_forced: bool) -> list[str]:
-    opening._say_once.cache_clear()
+    say_once.cache_clear()
     rank = dist.get_rank()
     said: list[str] = []
     handler = logging.Handler()

@@ -6,20 +6,16 @@ a program steps by gradients that nobody averaged.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from functools import cache
 
 from torch import nn
 
 from dmp.checkpoint.sources.source import MODEL
 from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
-from dmp.ranks import compare_facts
+from dmp.ranks import compare_facts, say_once
 from dmp.state.find_wrapped import joint_plan
 from dmp.wrap.agreement import checksum
-
-_log = logging.getLogger("dmp")
 
 
 def say_of_drift(model: nn.Module, tensors: Mapping[str, ChunkedTensor], env: ShardingEnv) -> None:
@@ -44,17 +40,10 @@ def say_of_drift(model: nn.Module, tensors: Mapping[str, ChunkedTensor], env: Sh
         return
     differ = {name: r for r, told in enumerate(of_ranks) for name in sums if name in told and told[name] != sums[name]}
     if differ:
-        _say_once(next(iter(differ)), differ[next(iter(differ))], len(differ) - 1)
-
-
-@cache
-def _say_once(name: str, rank: int, others: int) -> None:
-    more = f" (and {others} more)" if others else ""
-    _log.warning(
-        "%r%s has other values on rank %d than on rank 0, where copies should be the same; one of them is saved. "
-        "Either the model's code writes into it what its own batch gives, or steps were taken by gradients that nobody "
-        "averaged, as under no_sync() and by torch.autograd.grad",
-        name,
-        more,
-        rank,
-    )
+        (name, rank), others = next(iter(differ.items())), len(differ) - 1
+        say_once(
+            f"{name!r}{f' (and {others} more)' if others else ''} has other values on rank {rank} than on rank 0, "
+            "where copies should be the same; one of them is saved. Either the model's code writes into it what its "
+            "own batch gives, or steps were taken by gradients that nobody averaged, as under no_sync() and by "
+            "torch.autograd.grad"
+        )

@@ -10,12 +10,10 @@ is copied or pickled.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -28,8 +26,8 @@ from dmp.layouts.shard import Shard
 from dmp.layouts.sharding_types import COPIED, sharding_types
 from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_wise
 from dmp.names import join_name
+from dmp.ranks import say_once
 
-_log = logging.getLogger("dmp")
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching", "fused_triton")
 _NO_MEANING = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "key_value_params")
 _INNER = ("_embedding_bag_collection", "_embedding_module")
@@ -138,13 +136,13 @@ def _entry(theirs: Any, shape: tuple[int, ...], env: ShardingEnv | None, where: 
     if kernel not in (*_FUSED, "dense"):
         raise PlanError(f"{where}: the compute kernel {kernel!r} is not known here, but {', '.join(_FUSED)}, dense")
     if kernel not in ("fused", "dense"):
-        _say_once(f"a plan of TorchRec's names the kernel {kernel!r}: tables lie on their device here, as 'fused' does")
+        say_once(f"a plan of TorchRec's names the kernel {kernel!r}: tables lie on their device here, as 'fused' does")
     dtype = getattr(theirs, "output_dtype", None)
     if dtype is not None and str(getattr(dtype, "value", dtype)).lower() != "fp32":
         raise PlanError(f"{where}: results are float32 here; output_dtype={dtype} is not to be had")
     for name in _NO_MEANING:
         if getattr(theirs, name, None) is not None:
-            _say_once(f"a plan of TorchRec's has {name}, which says how FBGEMM holds tables; it changes nothing here")
+            say_once(f"a plan of TorchRec's has {name}, which says how FBGEMM holds tables; it changes nothing here")
     shards = _shards(theirs, where)
     layout = data_parallel() if shards is None else _named(shards, shape, env)
     if getattr(theirs, "updated_in_backward", False):
@@ -276,8 +274,3 @@ def _path_and_table(name: str) -> tuple[str, str]:
     while path and path[-1] in _INNER:
         path = path[:-1]
     return ".".join(path), table
-
-
-@cache
-def _say_once(text: str) -> None:
-    _log.warning(text)

@@ -16,6 +16,7 @@ Which to use, in a call that all ranks of a group make together:
     `take_turn`         before a collective of torch's that ranks may begin in different orders
     `around_backward`   what is done around every backward pass
     `note_left`         of a pass that raises here alone; `begin_pass` where one begins
+    `say_once`          what the user is told once; by all ranks, or by the first for all
     `parted_text`       what an error says where ranks are found in different calls
     `raise_verdict`     every so often in a wait that is no collective
 
@@ -32,6 +33,7 @@ In reading order:
 - `connections`: gloo's connections of this process, and an end to them
 - `backward`: what is done around every backward pass of this process
 - `left`: errors by which this rank alone may have left a pass
+- `saying`: what a process tells its user once
 - `stacks`: where a thread of this process is
 - `launch`: the process group of a launch that made none
 """
@@ -44,10 +46,11 @@ from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
 from dmp.ranks.groups import control_group, is_alive, own_group
 from dmp.ranks.left import begin_pass, note_left
+from dmp.ranks.saying import say_once
 from dmp.ranks.turns import take_turn
 from dmp.ranks.watchdog import PeerLost
 
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
 __all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]
-__all__ += ["around_backward", "begin_pass", "is_alive", "note_left"]
+__all__ += ["around_backward", "begin_pass", "is_alive", "note_left", "say_once"]

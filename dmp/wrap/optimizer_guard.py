@@ -14,7 +14,6 @@ at its class's name and an attribute; one that holds nothing of a wrapped model'
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Mapping
 from functools import cache, wraps
 from typing import Any
@@ -26,12 +25,12 @@ from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import is_dtensor
+from dmp.ranks import say_once
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow, num_changes
 from dmp.wrap.keyed import is_wrapper
 from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut, wrong_on_dtensors
 
-_log = logging.getLogger("dmp")
 NEEDS_WHOLE = {
     "Muon": "orthogonalises whole matrices, and of a chunk it gets another result",
     "Adafactor": "keeps means over whole rows and columns, which a chunk does not have",
@@ -118,7 +117,11 @@ def _tried(optimizer: Optimizer) -> tuple[int, int, tuple[int, ...], str] | None
         try:
             i, wrong = _wrong_in(optimizer, group, cuts, ours)
         except Untried as reason:
-            _say_once(type(optimizer).__name__, str(reason))
+            say_once(
+                f"{type(optimizer).__name__} steps on this rank's chunks of parameters, and whether it does the same "
+                f"there as on whole ones could not be tried ({reason}): an optimizer that takes norms or means over a "
+                "parameter, or over all, does not. optimizer.works_on_chunks = True says that it does"
+            )
             return None
         if wrong:
             return at, i, tuple(group["params"][i].shape), f"tried on a small parameter, {wrong}"
@@ -154,17 +157,6 @@ def _cuts_of_tables() -> Mapping[int, set[str]]:
                     size, layout = tuple(chunks[name].size()), model.plan[join_name(path, name)].layout
                     found[id(p)] = cut_of(layout.shards(size, model.env), size, model.env.table_size)
     return found
-
-
-@cache
-def _say_once(name: str, reason: str) -> None:
-    _log.warning(
-        "%s steps on this rank's chunks of parameters, and whether it does the same there as on whole ones could not "
-        "be tried (%s): an optimizer that takes norms or means over a parameter, or over all, does not. "
-        "optimizer.works_on_chunks = True says that it does",
-        name,
-        reason,
-    )
 
 
 def chunks_in(optimizer: Optimizer) -> list[tuple[int, int, tuple[int, ...]]]:

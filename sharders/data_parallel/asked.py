@@ -10,9 +10,7 @@ has found before anything is averaged: an error for what is split, and for copie
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,7 +23,6 @@ from sharders.data_parallel.later_hooks import wake
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
 
-_log = logging.getLogger("dmp")
 _split: WeakSet[Any] = WeakSet()
 _averaged: WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]] = WeakKeyDictionary()
 
@@ -106,12 +103,7 @@ def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor
 def _say_of_copies(asked: Sequence[Any]) -> None:
     ids = {id(each) for each in asked}
     if any(id(p) in ids for of, held in list(_averaged.items()) for p in held(of)):
-        _say_once()
-
-
-@cache
-def _say_once() -> None:
-    _log.warning(
-        "torch.autograd.grad gives each rank the gradients of its own samples, which nobody averages: a step by them "
-        "makes the copies of a weight differ. loss.backward(inputs=[...]) averages them, in .grad"
-    )
+        ranks.say_once(
+            "torch.autograd.grad gives each rank the gradients of its own samples, which nobody averages: a step by "
+            "them makes the copies of a weight differ. loss.backward(inputs=[...]) averages them, in .grad"
+        )

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp import ShardError
+from dmp import ShardError, ranks
 from sharders.data_parallel.cleared import drop_cleared, show_waiting
 from sharders.data_parallel.fsdp_units import units, weights
 
@@ -63,7 +63,10 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
                 "run another forward and backward pass, which averages what is there"
             )
         if getattr(of, "has_local", False) and _holds(optimizer, (p for p in averaged.held(of) if p.grad is not None)):
-            _say_of_local()
+            ranks.say_once(
+                "a step by gradients that were accumulated under no_sync and never averaged: copies of weights part, "
+                "as for local SGD. Else have the last backward pass before a step outside of no_sync"
+            )
     for root in list(_waiting):
         _drop_cleared(root)
         if _holds(optimizer, (held.sharded_param for held in _not_averaged(root))):
@@ -76,14 +79,6 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 def _holds(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
     ids = {id(p) for p in parameters}
     return bool(ids) and any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-
-
-@cache
-def _say_of_local() -> None:
-    _log.warning(
-        "a step by gradients that were accumulated under no_sync and never averaged: copies of weights part, as for "
-        "local SGD. Else have the last backward pass before a step outside of no_sync"
-    )
 
 
 # Of FSDP2. Private: nothing public tells whether a pass has come to its end.

@@ -18,10 +18,8 @@ its *elements*, or *rows* where those are whole; or a *sum* over these, of which
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,7 +30,6 @@ from sharders.embedding.among import Among
 from sharders.embedding.operations import is_pointwise, operations
 from sharders.embedding.part_gradient import hand_out
 
-_log = logging.getLogger("dmp")
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
 
 
@@ -252,16 +249,11 @@ def _check(roots: Sequence[Any]) -> None:
                 "the whole table: data_parallel() in the plan"
             )
     if read:  # not where gradients were only asked for, by torch.autograd.grad
-        _say_of_number(", ".join(sorted(read)))
-
-
-@cache
-def _say_of_number(names: str) -> None:
-    _log.warning(
-        "the loss has terms over values of tables themselves (%s): it trains them as in one process, but its number on "
-        "each rank has of these terms that of the rank's own part, and is no mean of the global loss",
-        names,
-    )
+        ranks.say_once(
+            f"the loss has terms over values of tables themselves ({', '.join(sorted(read))}): it trains them as in "
+            "one process, but its number on each rank has of these terms that of the rank's own part, and is no mean "
+            "of the global loss"
+        )
 
 
 def _values(roots: Sequence[Any], known: dict[Any, _Value]) -> Iterator[tuple[Any, _Value | None]]:
@@ -331,7 +323,11 @@ def _value(node: Any, inputs: Sequence[_Value | None]) -> _Value | None:
         return _NOTHING
     name = _operation(node)
     if name is None:
-        _say_of_unknown(node.name())
+        ranks.say_once(
+            f"the loss has a term over a table's own values, by {node.name().removesuffix('Backward')}, which is not "
+            "torch's: it gets this rank's part of the table, and is right where the terms of all parts add up to that "
+            "of the whole"
+        )
         return _NOTHING
     kinds, tables = {value.kind for value in of_tables}, frozenset[int]().union(*(v.tables for v in of_tables))
     is_alone = len(of_tables) == len(given)
@@ -420,12 +416,3 @@ def _operation(node: Any) -> str | None:
     """Of torch's, without underscores; None where somebody has written the function himself."""
     name = node.name().rstrip("0123456789").removesuffix("Backward").lower().replace("_", "").removeprefix("foreach")
     return name if name in operations() else None
-
-
-@cache
-def _say_of_unknown(name: str) -> None:
-    _log.warning(
-        "the loss has a term over a table's own values, by %s, which is not torch's: it gets this rank's part of the "
-        "table, and is right where the terms of all parts add up to that of the whole",
-        name.removesuffix("Backward"),
-    )

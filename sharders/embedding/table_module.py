@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from dmp import Calls, ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv
+from dmp import Calls, ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv, ranks
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
@@ -36,7 +34,6 @@ from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_m
 from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
-_log = logging.getLogger("dmp")
 _FUSED_DEFAULT = OptimizerSpec.make("sgd", lr=0.01)  # FBGEMM's
 
 
@@ -406,19 +403,21 @@ class TableSharder:
         if table.rests:
             return replace(table, trainable=False, rests=False)
         if kernel == "dense":
-            _say_once(
+            ranks.say_once(
                 "the plan's kernel 'dense' makes ordinary parameters of tables that have an optimizer from "
                 "apply_optimizer_in_backward, which is forgotten, as under TorchRec. Give them to one that you step "
-                "(in_backward_optimizer_filter has them), or they are not trained; data_parallel() alone keeps theirs"
+                "(in_backward_optimizer_filter has them), or they are not trained; data_parallel() alone keeps theirs",
+                by_first=True,
             )
             return replace(table, optimizer=None)
         if table.optimizer is not None:
             return table if self.optimizer is None else replace(table, optimizer=table.optimizer.over(self.optimizer))
         if optimizer is None:
-            _say_once(
+            ranks.say_once(
                 "the plan says that tables are fused, and nobody gave them an optimizer: they are updated in the "
                 "backward pass as TorchRec does it then, by SGD with lr 0.01. apply_optimizer_in_backward, or "
-                "fused_params, gives them another; the kernel 'dense' leaves them to an ordinary optimizer"
+                "fused_params, gives them another; the kernel 'dense' leaves them to an ordinary optimizer",
+                by_first=True,
             )
         return replace(table, optimizer=optimizer or _FUSED_DEFAULT)
 
@@ -442,9 +441,3 @@ class TableSharder:
         check_gradients_are_means(type(module).__name__, env.data_size)
         tables = [self._updated(table, plan[table.parameter].kernel) for table, _ in self.tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
-
-
-@cache
-def _say_once(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(text)

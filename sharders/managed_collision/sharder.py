@@ -9,17 +9,14 @@ exchanges, and cost 24 to 32 bytes for each row of all tables on each rank.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEnv
+from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEnv, ranks
 from sharders.channel import Channel, over_group
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.peers import find_peers
@@ -103,8 +100,8 @@ class _ManagedCollisionSharder:
             if env.size == 1:
                 return module  # type: ignore[no-any-return]
             raise
-        if not self._reset_evicted and (not dist.is_initialized() or dist.get_rank() == 0):
-            _say_once(_KEPT)
+        if not self._reset_evicted:
+            ranks.say_once(_KEPT, by_first=True)
         own = {name.removeprefix(f"{TABLES}."): entry for name, entry in plan.items()}
         tables: Any = self._tables.shard(module._embedding_module, own, env, device)
         assert isinstance(tables, TableModule)
@@ -161,11 +158,6 @@ _KEPT = (
     "managed collision: a row whose raw id is evicted keeps its values for the next id, as in TorchRec's unsharded "
     "modules; its sharded ones give it new ones, as reset_evicted=True of the sharder does here"
 )
-
-
-@cache
-def _say_once(text: str) -> None:
-    logging.getLogger("dmp").warning(text)
 
 
 def _check(collection: Any, configs: Any) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from sharders.shared_memory.mapping import attach, make
 from sharders.shared_memory.memory_channel import MemoryChannel, Peer
 from sharders.shared_memory.segment import TOKEN_BYTES, Segment
 from sharders.shared_memory.waiting import process_of
-
-_log = logging.getLogger("dmp")
 
 SWITCH = "DMP_SHARED_MEMORY"
 """Environment variable: 0 sends through connections always, 1 raises where that would be necessary."""
@@ -78,7 +75,7 @@ def memory_channel(group: dist.ProcessGroup, purpose: str, otherwise: Callable[[
     if any(each.is_forced for each in offers):
         raise ShardError(f"{SWITCH}=1, and ranks cannot share memory: {why}; without it they use connections")
     if why != _ELSEWHERE and dist.get_rank(group) == 0:
-        _say_once(why)
+        ranks.say_once(f"tables are exchanged through connections instead of shared memory: {why}")
     return None
 
 
@@ -152,8 +149,3 @@ def _host() -> tuple[str, str]:
 def _process_token(pid: int) -> bytes:
     """Of this process: one that was forked has another number, and so another token."""
     return os.urandom(TOKEN_BYTES)
-
-
-@cache
-def _say_once(why: str) -> None:
-    _log.warning("tables are exchanged through connections instead of shared memory: %s", why)

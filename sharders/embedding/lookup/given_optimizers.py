@@ -12,19 +12,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cache
 from types import NoneType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from dmp import ShardError, shown
+from dmp import ShardError, ranks, shown
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
 from sharders.embedding.lookup.row_optimizer import NOT_OF_ROWS, RowOptimizer
 from sharders.embedding.lookup.row_updates import decay_mode
-
-_log = logging.getLogger("dmp")
 
 # Options that say how a step of torch.optim is computed, not what it gives.
 _IGNORED = {"params", "dampening", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
@@ -260,7 +256,7 @@ def _options_in(optimizer: RowOptimizer, given: Mapping[str, Any], where: str) -
             raise ShardError(f"{where} came with {key!r}, which FBGEMM does not take; it takes {known} for optimizers")
     if stored:
         said = f"{where} {sorted(stored)} say how FBGEMM holds tables in memory; they change nothing here"
-        _say_once(logging.WARNING, said)
+        ranks.say_once(said, by_first=True)
     return options
 
 
@@ -296,25 +292,20 @@ def _say_what_differs(spec: OptimizerSpec, given: Mapping[str, Any]) -> None:
     kind, options = spec.kind, spec.param_group()
     for key, value in given.items():
         if key not in options and key != "weight_decay_mode" and value != _DEFAULTS[key]:
-            _say_once(logging.WARNING, f"FBGEMM's {kind} has no {key}: {key}={value!r} is not used, here neither")
+            ranks.say_once(f"FBGEMM's {kind} has no {key}: {key}={value!r} is not used, here neither", by_first=True)
     decays = bool(options.get("weight_decay"))
     if decays and options.get("weight_decay_mode") == "none":
         decays = False
-        _say_once(
-            logging.WARNING,
+        ranks.say_once(
             f"weight_decay={options['weight_decay']!r} without a weight_decay_mode (L2 or DECOUPLE) is not used by "
             f"FBGEMM's {kind}, here neither",
+            by_first=True,
         )
     if decays and "weight_decay_mode" not in options and given.get("weight_decay_mode") == "l2":
-        _say_once(logging.WARNING, f"weight decay of FBGEMM's {kind} is decoupled, also where the mode is L2")
+        ranks.say_once(f"weight decay of FBGEMM's {kind} is decoupled, also where the mode is L2", by_first=True)
     if decays or options.get("momentum"):
-        _say_once(
-            logging.INFO,
+        ranks.say_once(
             f"weight decay and momentum of {kind} in the backward pass move the batch's rows alone, as FBGEMM's do",
+            logging.INFO,
+            by_first=True,
         )
-
-
-@cache
-def _say_once(level: int, message: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.log(level, "%s", message)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dmp import ShardError
+from dmp import ShardError, ranks
 from sharders.embedding.lookup import fbgemm_kernel, numba_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
@@ -25,8 +23,6 @@ from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
-
-_log = logging.getLogger("dmp")
 
 
 class Lookup(Protocol):
@@ -189,7 +185,8 @@ def choose_kernel(
     for kernel in map(KERNELS.__getitem__, _FASTEST_FIRST if named is None else (named,)):
         reason = kernel.supports(device, dtype, optimizer, ranges)
         if reason is None:
-            _say_once(kernel.name, "; ".join(reasons))
+            told = f"tables are looked up by the {kernel.name} kernel" + f": {'; '.join(reasons)}" * bool(reasons)
+            ranks.say_once(told, logging.WARNING if reasons else logging.INFO, by_first=True)
             return kernel
         if named is not None:
             raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
@@ -215,14 +212,6 @@ def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = 
         ShardError: from `choose_kernel`.
     """
     return choose_kernel(bank.weights.device, bank.weights.dtype, bank.spec, ranges, kernel).make(bank, ranges)
-
-
-@cache
-def _say_once(kernel: str, reasons: str) -> None:
-    """What was chosen, with why it was not a faster one: a warning then."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        told = f"tables are looked up by the {kernel} kernel" + (f": {reasons}" if reasons else "")
-        _log.log(logging.WARNING if reasons else logging.INFO, "%s", told)
 
 
 register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))

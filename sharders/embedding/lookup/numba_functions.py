@@ -95,7 +95,7 @@ def _entry(name: str, element: str | None) -> Callable[..., int]:
 
 def _made(name: str, element: str | None) -> Compiled:
     """Compile it, which imports numba."""
-    _say_once()
+    ranks.say_once("lookup kernels are compiled, once on this machine; this takes some seconds")
     started = perf_counter()
     from sharders.embedding.lookup import numba_loops, numba_updates
     from sharders.embedding.lookup.numba_compile import compiled
@@ -109,11 +109,6 @@ def _made(name: str, element: str | None) -> Compiled:
     result = compiled(function, element)
     _log.info("lookup kernel %s for %s is compiled, in %.1f s", name, element or "ids", perf_counter() - started)
     return result
-
-
-@cache
-def _say_once() -> None:
-    _log.warning("lookup kernels are compiled, once on this machine; this takes some seconds")
 
 
 def _loaded(found: Compiled) -> Callable[..., int]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-_log = logging.getLogger("dmp")
+from dmp import ranks
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _FROM_BYTES = 4 << 20  # what is smaller is reached through the CPU's own list of pages
@@ -55,7 +55,7 @@ def _advise(start: int, stop: int, wish: int) -> int:
     """Linux's error number; 0 where the wish was taken."""
     error = ctypes.get_errno() if _libc().madvise(start, stop - start, wish) else 0
     if error and wish == _ON_WRITING:
-        _say_once(f"tables and results stay on small pages: {os.strerror(error)}")
+        ranks.say_once(f"tables and results stay on small pages: {os.strerror(error)}", logging.DEBUG)
     return error
 
 
@@ -74,8 +74,3 @@ def _page_bytes() -> int:
         return int((_SETTINGS / "hpage_pmd_size").read_text()) if wanted and sys.platform == "linux" else 0
     except (OSError, ValueError):
         return 0
-
-
-@cache
-def _say_once(text: str) -> None:
-    _log.debug("%s", text)
