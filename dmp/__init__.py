@@ -15,6 +15,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
 - `foreign`: objects of whatever class: how errors name it, whether it is TorchRec's, what an attribute holds
+- `put_around`: how a function of another package is stood in for
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them

@@ -79,6 +79,8 @@ def effects_in(source: str) -> set[str]:
             called = ast.unparse(node.func)
             if called in ("setattr", "delattr") and root_of(node.args[0]) in theirs:
                 found.add(f"{called}({ast.unparse(node.args[0])})")
+            elif called == "put_around" and root_of(node.args[0]) in theirs:
+                found.add(f"{ast.unparse(node.args[0])}.{ast.literal_eval(node.args[1])} =")
             elif EFFECT.fullmatch(called) and not IS_LOCAL.match(called):
                 found.add(called)
     return found
@@ -156,6 +158,7 @@ def test_private_names_of_others_are_listed() -> None:
         ("import torch\ntorch.random.manual_seed(1)", "torch.random.manual_seed"),
         ("from torch import nn\nnn.Linear.forward = None", "nn.Linear.forward ="),
         ("from torch import nn\nlinear = nn.Linear\nsetattr(linear, name, 1)", "setattr(linear)"),
+        ("from torch import nn\nput_around(nn.Linear, 'forward', mine)", "nn.Linear.forward ="),
         ("import os\nos.environ['A'] = 'b'", "os.environ['A'] ="),
         ("import sys\ndel sys.modules['a']", "sys.modules['a'] ="),
         ("def swap(module):\n    module.__class__ = dict", "module.__class__ ="),

@@ -7,10 +7,12 @@ this file stands in for: once, so that the order of those who are around it does
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
+
+from dmp.put_around import put_around
 
 _inner: list[Callable[..., Any]] = []
 _outer: list[Callable[..., Any]] = []
@@ -32,13 +34,10 @@ def around_backward(around: Callable[..., Any], *, is_outer: bool = False) -> No
 @cache
 def _stand_in() -> None:
     # Private, but every backward pass goes by it.
-    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    put_around(torch.autograd, "_engine_run_backward", _run)
 
-    @wraps(own)
-    def run(*args: Any, **options: Any) -> Any:
-        inside = own
-        for around in (*_inner, *_outer):
-            inside = partial(around, inside)
-        return inside(*args, **options)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+def _run(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    for around in (*_inner, *_outer):
+        own = partial(around, own)
+    return own(*args, **options)

@@ -7,7 +7,6 @@ a whole tensor is cut. What holds nothing of a wrapped model is as it was.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from dmp.chunked import ChunkedTensor, ChunkState, as_chunks, chunk_views
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
+from dmp.put_around import put_around
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 
@@ -109,67 +109,51 @@ def _with_state(given: Mapping[str, Any], changed: Mapping[Any, dict[str, Any]])
     return {**given, "state": {**given["state"], **changed}} if changed else dict(given)
 
 
-def _giving(own: Any) -> Any:
-    @functools.wraps(own)
-    def state_dict(self: Optimizer) -> dict[str, Any]:
-        given: dict[str, Any] = own(self)
-        of = _chunks_of(_numbered(self.param_groups))
-        state = given.get("state", {})
-        whole = _with_state(given, {i: _given(f"parameter {i}", state[i], *of[i]) for i in of if i in state})
-        return ChunkState(whole) if isinstance(given, ChunkState) else whole
-
-    return state_dict
+def _give(own: Any, optimizer: Optimizer) -> dict[str, Any]:
+    given: dict[str, Any] = own(optimizer)
+    of = _chunks_of(_numbered(optimizer.param_groups))
+    state = given.get("state", {})
+    whole = _with_state(given, {i: _given(f"parameter {i}", state[i], *of[i]) for i in of if i in state})
+    return ChunkState(whole) if isinstance(given, ChunkState) else whole
 
 
-def _taking(own: Any) -> Any:
-    @functools.wraps(own)
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        numbered = _numbered(self.param_groups)
-        of, split = _chunks_of(numbered), _split_of(numbered)
-        if (of or split) and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
-            # By place, as torch has it: keys are numbers, or names where `get_state_dict` has put them.
-            keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
-            state, places = state_dict["state"], [(i, key) for i, key in enumerate(keys)]
-            places = [(i, key) for i, key in places if key in state]
-            taken = {key: _taken(state[key], *of[i]) for i, key in places if i in of}
-            taken |= {key: _split(state[key], split[i]) for i, key in places if i in split}
-            state_dict = _with_state(state_dict, taken)
-        own(self, state_dict)
-
-    return load_state_dict
+def _take(own: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    numbered = _numbered(optimizer.param_groups)
+    of, split = _chunks_of(numbered), _split_of(numbered)
+    if (of or split) and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
+        # By place, as torch has it: keys are numbers, or names where `get_state_dict` has put them.
+        keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
+        state, places = state_dict["state"], [(i, key) for i, key in enumerate(keys)]
+        places = [(i, key) for i, key in places if key in state]
+        taken = {key: _taken(state[key], *of[i]) for i, key in places if i in of}
+        taken |= {key: _split(state[key], split[i]) for i, key in places if i in split}
+        state_dict = _with_state(state_dict, taken)
+    own(optimizer, state_dict)
 
 
-def _keyed_giving(own: Any) -> Any:
-    @functools.wraps(own)
-    def state_dict(self: Any) -> dict[str, Any]:
-        given: dict[str, Any] = own(self)
-        state = given["state"]
-        of = _chunks_of(self.params)
-        return _with_state(given, {key: _given(repr(key), state[key], *of[key]) for key in of if key in state})
-
-    return state_dict
+def _keyed_give(own: Any, optimizer: Any) -> dict[str, Any]:
+    given: dict[str, Any] = own(optimizer)
+    state = given["state"]
+    of = _chunks_of(optimizer.params)
+    return _with_state(given, {key: _given(repr(key), state[key], *of[key]) for key in of if key in state})
 
 
-def _keyed_taking(own: Any) -> Any:
-    @functools.wraps(own)
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        of, state = _chunks_of(self.params), state_dict["state"]
-        taken = {}
-        for key, held in of.items():
-            if key in state:
-                # What is updated in the backward pass has chunks for its live state, and takes such chunks.
-                mine = self.state.get(held[0], {})
-                taken[key] = _taken(state[key], *held) if _is_local(mine) else _fitted(state[key], mine)
-        taken |= {key: _split(state[key], p) for key, p in _split_of(self.params).items() if key in state}
-        own(self, _with_state(state_dict, taken))
-
-    return load_state_dict
+def _keyed_take(own: Any, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    of, state = _chunks_of(optimizer.params), state_dict["state"]
+    taken = {}
+    for key, held in of.items():
+        if key in state:
+            # What is updated in the backward pass has chunks for its live state, and takes such chunks.
+            mine = optimizer.state.get(held[0], {})
+            taken[key] = _taken(state[key], *held) if _is_local(mine) else _fitted(state[key], mine)
+    taken |= {key: _split(state[key], p) for key, p in _split_of(optimizer.params).items() if key in state}
+    own(optimizer, _with_state(state_dict, taken))
 
 
 def give_chunks() -> None:
     """Have torch's optimizers give and take chunks as chunks."""
-    Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
+    put_around(Optimizer, "state_dict", _give)
+    put_around(Optimizer, "load_state_dict", _take)
 
 
 def give_keyed_chunks(keyed: Any) -> None:
@@ -178,5 +162,5 @@ def give_keyed_chunks(keyed: Any) -> None:
     Args:
         keyed: TorchRec's module of it.
     """
-    theirs = keyed.KeyedOptimizer
-    theirs.state_dict, theirs.load_state_dict = _keyed_giving(theirs.state_dict), _keyed_taking(theirs.load_state_dict)
+    put_around(keyed.KeyedOptimizer, "state_dict", _keyed_give)
+    put_around(keyed.KeyedOptimizer, "load_state_dict", _keyed_take)

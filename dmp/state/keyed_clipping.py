@@ -6,12 +6,12 @@ plain mode calls `torch.nn.utils.clip_grad_norm_`, which is the whole model's, s
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
+from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 
 
@@ -21,20 +21,14 @@ def check_clipping(clipping: Any) -> None:
     Args:
         clipping: TorchRec's module of it.
     """
-    clipping.GradientClippingOptimizer.__init__ = _checked(clipping.GradientClippingOptimizer.__init__)
+    put_around(clipping.GradientClippingOptimizer, "__init__", _init)
 
 
-def _checked(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        asked = signature.bind(self, *args, **options)
-        asked.apply_defaults()
-        _check_clipping(**{k: v for k, v in asked.arguments.items() if k != "self"})
-        original(self, *args, **options)
-
-    return init
+def _init(own: Any, *args: Any, **options: Any) -> None:
+    asked = inspect.signature(own).bind(*args, **options)
+    asked.apply_defaults()
+    _check_clipping(**{k: v for k, v in asked.arguments.items() if k != "self"})
+    own(*args, **options)
 
 
 def _check_clipping(

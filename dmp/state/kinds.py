@@ -11,12 +11,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
 from dmp.places import is_dtensor
+from dmp.put_around import put_around
 
 _OWNER = "torch.utils._foreach_utils"
 _USERS = ("torch.nn.utils.clip_grad", "torch.optim.optimizer", "torch.optim.swa_utils")
@@ -48,18 +48,14 @@ def tell_kinds_apart() -> None:
     for user in list(sys.modules.values()):
         if getattr(user, "__dict__", {}).get(_NAME) is own:  # who imports it later has it from its owner
             setattr(user, _NAME, stand_in)
-    Optimizer.zero_grad = _zeros_apart(Optimizer.zero_grad)  # type: ignore[method-assign]
+    put_around(Optimizer, "zero_grad", _zeros_apart)
 
 
-def _zeros_apart(own: Callable[..., None]) -> Callable[..., None]:
-    @wraps(own)
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        groups = () if set_to_none else self.param_groups
-        held = [(p, p.grad) for group in groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
-        for p, _ in held:
-            p.grad = None
-        own(self, set_to_none)
-        for p, gradient in held:
-            p.grad = gradient.detach().zero_()
-
-    return zero_grad
+def _zeros_apart(own: Callable[..., None], optimizer: Optimizer, set_to_none: bool = True) -> None:
+    groups = () if set_to_none else optimizer.param_groups
+    held = [(p, p.grad) for group in groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
+    for p, _ in held:
+        p.grad = None
+    own(optimizer, set_to_none)
+    for p, gradient in held:
+        p.grad = gradient.detach().zero_()

@@ -7,12 +7,13 @@ gathered: so it is told what to do instead.
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
+from dmp.put_around import put_around
 
 
 def refuse_parts(safetensors: Any) -> None:
@@ -21,21 +22,18 @@ def refuse_parts(safetensors: Any) -> None:
     Args:
         safetensors: `safetensors.torch`.
     """
-    own = getattr(safetensors, "storage_ptr", None)
-    if own is None:  # another version, which says what it says
-        return
+    if hasattr(safetensors, "storage_ptr"):  # another version says what it says
+        put_around(safetensors, "storage_ptr", _storage_ptr)
 
-    @wraps(own)
-    def storage_ptr(tensor: Any) -> Any:
-        if isinstance(tensor, ChunkedTensor) or is_dtensor(tensor):
-            raise ShardError(
-                f"a safetensors file takes whole tensors, and this one, of {tuple(tensor.shape)}, is split: what is to "
-                "be written holds this rank's chunks alone. On all ranks, export_safetensors(path, model) writes such "
-                "files, full_state_dict(model) gives whole tensors, and save_checkpoint(path, model, optimizer) keeps "
-                "everything. Transformers' Trainer writes on rank 0 alone: override its save_model(self, "
-                "output_dir=None, _internal_call=False) with a call of export_safetensors(output_dir or "
-                "self.args.output_dir, self.model), and have it save_only_model=True"
-            )
-        return own(tensor)
 
-    safetensors.storage_ptr = storage_ptr
+def _storage_ptr(own: Callable[..., Any], tensor: Any) -> Any:
+    if isinstance(tensor, ChunkedTensor) or is_dtensor(tensor):
+        raise ShardError(
+            f"a safetensors file takes whole tensors, and this one, of {tuple(tensor.shape)}, is split: what is to "
+            "be written holds this rank's chunks alone. On all ranks, export_safetensors(path, model) writes such "
+            "files, full_state_dict(model) gives whole tensors, and save_checkpoint(path, model, optimizer) keeps "
+            "everything. Transformers' Trainer writes on rank 0 alone: override its save_model(self, "
+            "output_dir=None, _internal_call=False) with a call of export_safetensors(output_dir or "
+            "self.args.output_dir, self.model), and have it save_only_model=True"
+        )
+    return own(tensor)

@@ -21,6 +21,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.nested import tensors_of
 from dmp.places import local_of
+from dmp.put_around import put_around
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, fused_parameters
 from dmp.wrap import live_models as live
@@ -115,29 +116,29 @@ def _unscale(
 # Torch's scaler, see [Note: torch's scaler].
 
 
-def _torchs_unscale(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+def _torchs_unscale(own: Any, scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
     """As torch's; over a wrapped model's parameters with one decision on all its ranks."""
     follow(optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in live.models:
         if any(id(p) in held for p in model.parameters()):
             return _unscale_together(model.env, optimizer, inv_scale, found_inf, allow_fp16)
-    return _unscale_of_torch(self, optimizer, inv_scale, found_inf, allow_fp16)
+    return own(scaler, optimizer, inv_scale, found_inf, allow_fp16)
 
 
-def _torchs_scale(self: Any, outputs: Any) -> Any:
+def _torchs_scale(own: Any, scaler: Any, outputs: Any) -> Any:
     """As torch's.
 
     Raises:
         ShardError: its backward pass would update a table, by a gradient that is scaled.
     """
-    if self.is_enabled():
+    if scaler.is_enabled():
         fused = {id(p): name for model in live.models for name, p in model.fused_optimizer.params.items()}
         outputs = outputs if isinstance(outputs, torch.Tensor | list | tuple) else list(outputs)
         name = _reaches((tensor for _, tensor in tensors_of(outputs)), fused) if fused else None
         if name is not None:
             raise _refusal(name)
-    return _scale_of_torch(self, outputs)
+    return own(scaler, outputs)
 
 
 def _reaches(losses: Iterable[torch.Tensor], parameters: dict[int, str]) -> str | None:
@@ -155,12 +156,9 @@ def _reaches(losses: Iterable[torch.Tensor], parameters: dict[int, str]) -> str 
     return None
 
 
-_unscale_of_torch, _scale_of_torch = torch.amp.GradScaler._unscale_grads_, torch.amp.GradScaler.scale
-
-
 def _prepare() -> None:
-    torch.amp.GradScaler._unscale_grads_ = _torchs_unscale  # type: ignore[method-assign]
-    torch.amp.GradScaler.scale = _torchs_scale  # type: ignore[method-assign]
+    put_around(torch.amp.GradScaler, "_unscale_grads_", _torchs_unscale)
+    put_around(torch.amp.GradScaler, "scale", _torchs_scale)
 
 
 live.at_first_wrap(_prepare)

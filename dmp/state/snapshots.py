@@ -5,10 +5,11 @@ It asks for torch's `ShardedTensor` by the very type, where its writer, and othe
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from dmp.chunked import is_chunked
+from dmp.put_around import put_around
 
 
 def read_into_chunks(theirs: Any) -> None:
@@ -17,14 +18,12 @@ def read_into_chunks(theirs: Any) -> None:
     Args:
         theirs: `torchsnapshot.io_preparers.sharded_tensor`.
     """
-    own = theirs.ShardedTensorIOPreparer.prepare_read
+    put_around(theirs.ShardedTensorIOPreparer, "prepare_read", _prepare_read)
 
-    @wraps(own)
-    def prepare_read(entry: Any, obj_out: Any = None) -> Any:
-        if not is_chunked(obj_out):
-            return own(entry, obj_out)
-        requests, future = own(entry, obj_out.as_sharded_tensor())
-        future.obj = obj_out  # whose chunks are those that are filled
-        return requests, future
 
-    theirs.ShardedTensorIOPreparer.prepare_read = prepare_read
+def _prepare_read(own: Callable[..., Any], entry: Any, obj_out: Any = None) -> Any:
+    if not is_chunked(obj_out):
+        return own(entry, obj_out)
+    requests, future = own(entry, obj_out.as_sharded_tensor())
+    future.obj = obj_out  # whose chunks are those that are filled
+    return requests, future

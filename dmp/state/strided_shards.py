@@ -7,7 +7,7 @@ what is here. Other DTensors are left to torch.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ import torch
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.dtensor_pieces import strided
 from dmp.places import is_dtensor
-
-_DISTRIBUTES = "_distribute_tensors"
+from dmp.put_around import put_around
 
 
 def _rectangles(tensor: Any) -> ChunkedTensor | None:
@@ -33,31 +32,29 @@ def know_strided_shards(package: Any) -> None:
     Args:
         package: `torch.distributed.tensor`.
     """
-    dtensor = package.DTensor
-    write, read, shard = dtensor.__create_write_items__, dtensor.__create_chunk_list__, dtensor.__get_tensor_shard__
+    for name, around in (
+        ("__create_write_items__", _create_write_items),
+        ("__create_chunk_list__", _create_chunk_list),
+        ("__get_tensor_shard__", _get_tensor_shard),
+    ):
+        put_around(package.DTensor, name, around)
 
-    @functools.wraps(write)
-    def create_write_items(self: Any, fqn: str, object: Any) -> list[Any]:
-        chunks = _rectangles(self)
-        own: list[Any] = write(self, fqn, object) if chunks is None else chunks.__create_write_items__(fqn, object)
-        return own
 
-    @functools.wraps(read)
-    def create_chunk_list(self: Any) -> list[Any]:
-        chunks = _rectangles(self)
-        own: list[Any] = read(self) if chunks is None else chunks.__create_chunk_list__()
-        return own
+def _create_write_items(own: Callable[..., Any], tensor: Any, fqn: str, object: Any) -> Any:
+    chunks = _rectangles(tensor)
+    return own(tensor, fqn, object) if chunks is None else chunks.__create_write_items__(fqn, object)
 
-    @functools.wraps(shard)
-    def get_tensor_shard(self: Any, index: Any) -> Any:
-        chunks = _rectangles(self)
-        if chunks is None:
-            return shard(self, index)
-        return dict(chunks.pieces())[tuple(index.offset)]  # views, for they are written to
 
-    dtensor.__create_write_items__ = create_write_items
-    dtensor.__create_chunk_list__ = create_chunk_list
-    dtensor.__get_tensor_shard__ = get_tensor_shard
+def _create_chunk_list(own: Callable[..., Any], tensor: Any) -> Any:
+    chunks = _rectangles(tensor)
+    return own(tensor) if chunks is None else chunks.__create_chunk_list__()
+
+
+def _get_tensor_shard(own: Callable[..., Any], tensor: Any, index: Any) -> Any:
+    chunks = _rectangles(tensor)
+    if chunks is None:
+        return own(tensor, index)
+    return dict(chunks.pieces())[tuple(index.offset)]  # views, for they are written to
 
 
 def cut_strided_shards(utilities: Any) -> None:
@@ -66,20 +63,20 @@ def cut_strided_shards(utilities: Any) -> None:
     Args:
         utilities: `torch.distributed._state_dict_utils`.
     """
-    own = getattr(utilities, _DISTRIBUTES)
+    put_around(utilities, "_distribute_tensors", _distribute)
 
-    @functools.wraps(own)
-    def distribute(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
-        rest = []
-        for key in keys:
-            given = local_state_dict.get(key)
-            if isinstance(given, tuple) and is_dtensor(given[0]) and any(map(strided, given[0].placements)):
-                to: Any = given[0]
-                to = torch.empty_like(to, device=given[1].device) if to.is_meta else to
-                as_chunks(to).fill_from(given[1])
-                local_state_dict[key] = to
-            else:
-                rest.append(key)
-        own(local_state_dict, rest, *args, **options)
 
-    setattr(utilities, _DISTRIBUTES, distribute)
+def _distribute(
+    own: Callable[..., None], local_state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any
+) -> None:
+    rest = []
+    for key in keys:
+        given = local_state_dict.get(key)
+        if isinstance(given, tuple) and is_dtensor(given[0]) and any(map(strided, given[0].placements)):
+            to: Any = given[0]
+            to = torch.empty_like(to, device=given[1].device) if to.is_meta else to
+            as_chunks(to).fill_from(given[1])
+            local_state_dict[key] = to
+        else:
+            rest.append(key)
+    own(local_state_dict, rest, *args, **options)

@@ -9,13 +9,13 @@ part that its own rank holds: ranks that hold other numbers of parts waited for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
+from dmp.put_around import put_around
 from dmp.ranks import gather_words, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
@@ -23,51 +23,45 @@ from dmp.wrap import live_models as live
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.whole import gather
 
-_GATHERS = "_maybe_full_or_cpu_state_dict"  # the end of both of torch's functions
-_FLATTENS = "_flatten_sharded_tensors"
-_GATHERS_ONE = "_all_gather_sharded_tensor"
-_BEGINS = "_verify_options"  # and the beginning of all
-_LOADS = ("_load_model_state_dict", "_load_optim_state_dict")
-
 
 def give_whole_to_torch(torchs: Any) -> None:
-    """Stand in for what makes whole tensors of a state dict.
+    """Stand in for what makes whole tensors of a state dict, and for what begins and loads.
 
     Args:
         torchs: `torch.distributed.checkpoint.state_dict`.
     """
-    _agree_on_model(torchs)
-    own = getattr(torchs, _GATHERS)
+    put_around(torchs, "_maybe_full_or_cpu_state_dict", _gather)  # the end of both of torch's functions
+    put_around(torchs, "_verify_options", _begin)  # and the beginning of all
+    for name in ("_load_model_state_dict", "_load_optim_state_dict"):
+        put_around(torchs, name, _load)
 
-    @wraps(own)
-    def gathered(state_dict: dict[str, Any], info: Any) -> Any:
-        is_alone = bool(info.cpu_offload) and torch.distributed.is_initialized()
-        given = dict(state_dict)
-        if isinstance(given.get("state"), dict):
-            given["state"] = {
-                name: dict(values) if isinstance(values, dict) else values for name, values in given["state"].items()
-            }
-        for model, names in _tables(info) if info.full_state_dict else ():
-            places = {
-                f"{at}\0{key}": (held, key)
-                for at, held, key in _values(given, names)
-                if isinstance(held[key], ChunkedTensor)
-            }
-            whole = gather(
-                {place: held[key] for place, (held, key) in places.items()},
-                model.env,
-                rank0_only=is_alone,
-                cpu=bool(info.cpu_offload),
-                what="state_dict with full_state_dict=True",
-            )
-            for place, (held, key) in places.items():
-                if place in whole:
-                    held[key] = whole[place]
-                else:
-                    del held[key]  # which only the first rank gets
-        return own(given, info)
 
-    setattr(torchs, _GATHERS, gathered)
+def _gather(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -> Any:
+    is_alone = bool(info.cpu_offload) and torch.distributed.is_initialized()
+    given = dict(state_dict)
+    if isinstance(given.get("state"), dict):
+        given["state"] = {
+            name: dict(values) if isinstance(values, dict) else values for name, values in given["state"].items()
+        }
+    for model, names in _tables(info) if info.full_state_dict else ():
+        places = {
+            f"{at}\0{key}": (held, key)
+            for at, held, key in _values(given, names)
+            if isinstance(held[key], ChunkedTensor)
+        }
+        whole = gather(
+            {place: held[key] for place, (held, key) in places.items()},
+            model.env,
+            rank0_only=is_alone,
+            cpu=bool(info.cpu_offload),
+            what="state_dict with full_state_dict=True",
+        )
+        for place, (held, key) in places.items():
+            if place in whole:
+                held[key] = whole[place]
+            else:
+                del held[key]  # which only the first rank gets
+    return own(given, info)
 
 
 def gather_chunks(utilities: Any) -> None:
@@ -76,15 +70,13 @@ def gather_chunks(utilities: Any) -> None:
     Args:
         utilities: `torch.distributed._state_dict_utils`.
     """
-    own = getattr(utilities, _GATHERS_ONE)
+    put_around(utilities, "_all_gather_sharded_tensor", _gather_one)
 
-    @wraps(own)
-    def gathered(tensor: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(tensor, ChunkedTensor):
-            return own(tensor, *args, **options)
-        return tensor if tensor.holders is None else tensor.holders.whole(tensor)
 
-    setattr(utilities, _GATHERS_ONE, gathered)
+def _gather_one(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+    if not isinstance(tensor, ChunkedTensor):
+        return own(tensor, *args, **options)
+    return tensor if tensor.holders is None else tensor.holders.whole(tensor)
 
 
 def keep_empty_parts(planner: Any) -> None:
@@ -96,22 +88,20 @@ def keep_empty_parts(planner: Any) -> None:
     Args:
         planner: `torch.distributed.checkpoint.default_planner`.
     """
+    put_around(planner, "_flatten_sharded_tensors", _flatten)
+
+
+def _flatten(own: Callable[..., dict[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 
-    own = getattr(planner, _FLATTENS)
+    flat = own(state_dict)
 
-    @wraps(own)
-    def flatten(state_dict: dict[str, Any]) -> dict[str, Any]:
-        flat: dict[str, Any] = own(state_dict)
+    def keep(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, ChunkedTensor) and not value.chunks:
+            set_element(flat, path, value)
 
-        def keep(path: tuple[Any, ...], value: Any) -> None:
-            if isinstance(value, ChunkedTensor) and not value.chunks:
-                set_element(flat, path, value)
-
-        traverse_state_dict(state_dict, keep)
-        return flat
-
-    setattr(planner, _FLATTENS, flatten)
+    traverse_state_dict(state_dict, keep)
+    return flat
 
 
 def refuse_broadcasts(torchs: Any) -> None:
@@ -120,64 +110,50 @@ def refuse_broadcasts(torchs: Any) -> None:
     Args:
         torchs: `torch.distributed.checkpoint.format_utils`.
     """
-    reader = torchs.BroadcastingTorchSaveReader
-    own = reader.read_data
-
-    @wraps(own)
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        chunked = [name for name, value in planner.state_dict.items() if isinstance(value, ChunkedTensor)]
-        if chunked:
-            raise ShardError(
-                f"BroadcastingTorchSaveReader sends a tensor for each part that a rank holds, and of {chunked[0]!r} "
-                "ranks hold different numbers: they would wait for each other. load_checkpoint(path, model) reads "
-                "torch.save files; model.load_state_dict(torch.load(path)) takes whole tensors too"
-            )
-        return own(self, plan, planner)
-
-    reader.read_data = read_data
+    put_around(torchs.BroadcastingTorchSaveReader, "read_data", _read_data)
 
 
-def _agree_on_model(torchs: Any) -> None:
+def _read_data(own: Callable[..., Any], reader: Any, plan: Any, planner: Any) -> Any:
+    chunked = [name for name, value in planner.state_dict.items() if isinstance(value, ChunkedTensor)]
+    if chunked:
+        raise ShardError(
+            f"BroadcastingTorchSaveReader sends a tensor for each part that a rank holds, and of {chunked[0]!r} "
+            "ranks hold different numbers: they would wait for each other. load_checkpoint(path, model) reads "
+            "torch.save files; model.load_state_dict(torch.load(path)) takes whole tensors too"
+        )
+    return own(reader, plan, planner)
+
+
+def _begin(
+    own: Callable[..., Any], model: Any, optims: Any, optim_only: bool, *, options: Any = None, **others: Any
+) -> Any:
     """Have all ranks load the model where rank 0 does, and gives them its values; and refuse what torch mistakes."""
-    own = getattr(torchs, _BEGINS)
-
-    @wraps(own)
-    def begin(model: Any, optims: Any, optim_only: bool, *, options: Any = None, **others: Any) -> Any:
-        if any(isinstance(each, FusedOptimizer) for each in optims):
-            raise ShardError(
-                "torch's functions for state dicts take optimizers that number their parameters, and would give the "
-                "state in model.fused_optimizer numbers for names: its own state_dict() and load_state_dict(), "
-                "full_optimizer_state_dict(model) or save_checkpoint(path, model, optimizer) have it by name"
-            )
-        wrapped = wrapped_in(model) if getattr(options, "broadcast_from_rank0", False) else {}
-        for env in {found.env for found in wrapped.values()}:
-            said = gather_words("torch's state dict of a wrapped model, from rank 0", [optim_only, 0], env.everyone)
-            optim_only = bool(said[0][0])
-        return own(model, optims, optim_only, options=options, **others)
-
-    setattr(torchs, _BEGINS, begin)
-    for name in _LOADS:
-        setattr(torchs, name, _told(getattr(torchs, name)))
+    if any(isinstance(each, FusedOptimizer) for each in optims):
+        raise ShardError(
+            "torch's functions for state dicts take optimizers that number their parameters, and would give the "
+            "state in model.fused_optimizer numbers for names: its own state_dict() and load_state_dict(), "
+            "full_optimizer_state_dict(model) or save_checkpoint(path, model, optimizer) have it by name"
+        )
+    wrapped = wrapped_in(model) if getattr(options, "broadcast_from_rank0", False) else {}
+    for env in {found.env for found in wrapped.values()}:
+        said = gather_words("torch's state dict of a wrapped model, from rank 0", [optim_only, 0], env.everyone)
+        optim_only = bool(said[0][0])
+    return own(model, optims, optim_only, options=options, **others)
 
 
-def _told(own: Callable[..., Any]) -> Callable[..., Any]:
+def _load(own: Callable[..., Any], model: Any, *args: Any) -> Any:
     """What fails on rank 0 alone, which has the values, is raised where others wait for them."""
-
-    @wraps(own)
-    def load(model: Any, *args: Any) -> Any:
-        wrapped = wrapped_in(model) if args[-1].broadcast_from_rank0 else {}
-        try:
-            return own(model, *args)
-        except RanksError:
-            raise
-        except Exception as error:
-            if isinstance(error, RuntimeError):
-                raise_cause(error)
-            for env in {found.env for found in wrapped.values()}:
-                raise_on_all(error, env.everyone, "torch's set_state_dict")
-            raise
-
-    return load
+    wrapped = wrapped_in(model) if args[-1].broadcast_from_rank0 else {}
+    try:
+        return own(model, *args)
+    except RanksError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            raise_cause(error)
+        for env in {found.env for found in wrapped.values()}:
+            raise_on_all(error, env.everyone, "torch's set_state_dict")
+        raise
 
 
 def _tables(info: Any) -> list[tuple[Any, list[str]]]:

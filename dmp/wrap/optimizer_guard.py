@@ -15,7 +15,7 @@ at its class's name and an attribute; one that holds nothing of a wrapped model'
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -25,6 +25,7 @@ from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import is_dtensor
+from dmp.put_around import put_around
 from dmp.ranks import say_once
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow, num_changes
@@ -50,17 +51,13 @@ def guard_optimizers() -> None:
     Optimizers that were made before wrapping get the wrapped model's parameters, see earlier_optimizers.py.
     """
     register_optimizer_step_pre_hook(_check)
-    Optimizer.zero_grad = _checked(Optimizer.zero_grad)  # type: ignore[method-assign]
+    put_around(Optimizer, "zero_grad", _zero_grad)
 
 
-def _checked(own: Callable[..., None]) -> Callable[..., None]:
-    @wraps(own)
-    def zero_grad(self: Optimizer, *args: Any, **options: Any) -> None:
-        if any(isinstance(held, Optimizer) for held in vars(self).values()):
-            _check(self)
-        own(self, *args, **options)
-
-    return zero_grad
+def _zero_grad(own: Callable[..., None], optimizer: Optimizer, *args: Any, **options: Any) -> None:
+    if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
+        _check(optimizer)
+    own(optimizer, *args, **options)
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:

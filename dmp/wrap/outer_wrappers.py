@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp.errors import ShardError
+from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 from dmp.wrap.skeleton import all_tensors
 
@@ -57,11 +58,9 @@ def keep_from_fully_shard(model: nn.Module) -> None:
 @functools.cache
 def guard_ddp() -> None:
     """From now on DistributedDataParallel looks for wrapped models in what it is given; once per process."""
-    original = DistributedDataParallel.__init__
+    put_around(DistributedDataParallel, "__init__", _init)
 
-    @functools.wraps(original)
-    def init(self: Any, module: Any, *args: Any, **options: Any) -> None:
-        _check(module)
-        original(self, module, *args, **options)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
+    _check(module)
+    own(self, module, *args, **options)
