@@ -15,16 +15,20 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from dmp.errors import RanksError
 from dmp.ranks import call_log
 from dmp.ranks.entry import entry
 from dmp.ranks.exchange import gather_words, post_words, settle
+from dmp.ranks.watchdog import PeerLost
 
 _MOST = 64  # passes before a step that are told apart
 _KEPT = 1 << 14  # turns whose followers are known: a program that wraps one model after the other makes ever new ones
 
 
 @contextmanager
-def take_turn(what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pass: bool = False) -> Iterator[None]:
+def take_turn(
+    what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pass: bool = False, advice: str = ""
+) -> Iterator[None]:
     """Around what all ranks of a group begin next, once that is known.
 
     Args:
@@ -32,6 +36,7 @@ def take_turn(what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pas
         detail: of a step of an optimizer: the same and how it is made, which may change from one to the next. Where it
             has, ranks compare that while they go on, and hear of it in the next pass, or before the next step.
         ends_pass: a backward pass, of which programs run several before a step.
+        advice: what the error says besides, where no rank is gone.
 
     Raises:
         RanksError: on every rank: they do not; or, the last step was made in other ways.
@@ -41,24 +46,29 @@ def take_turn(what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pas
     expected, was = sequence.follows.get(before), sequence.details.get(before, "")
     text, last_text = detail or what, was or expected
     name = text if last_text in (None, text) else f"{text}, where {last_text} came the last time"
-    if detail or ends_pass:
-        settle(group)
-    with entry(name, group):
-        if expected != what:
-            gather_words(name, [0, 0], group)
-            _keep(sequence.follows, before, what)
-        elif was != detail:
-            post_words(name, group)
-        if detail:
-            _keep(sequence.details, before, detail)
-        sequence.num_passes = 0 if detail else min(sequence.num_passes + ends_pass, _MOST)
-        sequence.num_steps = min(sequence.num_steps + 1, _MOST) if detail else 0
-        # only what follows a pass, another or a step, depends on how many there were: at first as after one fewer
-        last = what, sequence.num_passes - 1
-        sequence.turn = what, sequence.num_passes if ends_pass else sequence.num_steps
-        if ends_pass and last in sequence.follows:
-            _keep(sequence.follows, sequence.turn, sequence.follows.get(sequence.turn, sequence.follows[last]))
-        yield
+    try:
+        if detail or ends_pass:
+            settle(group)
+        with entry(name, group):
+            if expected != what:
+                gather_words(name, [0, 0], group)
+                _keep(sequence.follows, before, what)
+            elif was != detail:
+                post_words(name, group)
+            if detail:
+                _keep(sequence.details, before, detail)
+            sequence.num_passes = 0 if detail else min(sequence.num_passes + ends_pass, _MOST)
+            sequence.num_steps = min(sequence.num_steps + 1, _MOST) if detail else 0
+            # only what follows a pass, another or a step, depends on how many there were: at first as after one fewer
+            last = what, sequence.num_passes - 1
+            sequence.turn = what, sequence.num_passes if ends_pass else sequence.num_steps
+            if ends_pass and last in sequence.follows:
+                _keep(sequence.follows, sequence.turn, sequence.follows.get(sequence.turn, sequence.follows[last]))
+            yield
+    except RanksError as error:
+        if not advice or isinstance(error, PeerLost):
+            raise
+        raise RanksError(f"{error}. {advice}") from error
 
 
 def _keep(known: dict[tuple[str, int], str], turn: tuple[str, int], what: str) -> None:

@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp.errors import RanksError
-from dmp.ranks import PeerLost, take_turn
+from dmp.ranks import take_turn
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import num_changes
 from dmp.wrap.fused import FusedOptimizer
@@ -27,6 +26,10 @@ from dmp.wrap.keyed import is_wrapper
 
 _OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 _SHOWN = 80
+_ADVICE = (
+    "Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by a loss that is "
+    "averaged over them"
+)
 
 
 _inner: WeakSet[Optimizer] = WeakSet()
@@ -107,21 +110,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         if _is_joining(model.running):
             continue
         if calls.num_compared < model.env.size:
-            _meet(f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}", model)
+            what, detail = f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}"
+            with take_turn(what, model.env.everyone, detail=detail, advice=_ADVICE):
+                pass
         calls.note_step(text)
-
-
-def _meet(what: str, detail: str, model: Any) -> None:
-    try:
-        with take_turn(what, model.env.everyone, detail=detail):
-            pass
-    except PeerLost:
-        raise
-    except RanksError as error:
-        raise RanksError(
-            f"{error}. Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by "
-            "a loss that is averaged over them"
-        ) from error
 
 
 def _is_joining(running: Any) -> bool:

@@ -4,17 +4,21 @@ backward pass, would take each other's weights and gradients for their own; see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import RanksError, ranks
+from dmp import ranks
 from sharders.data_parallel.fsdp_units import units_of
+
+_ADVICE = (
+    "Where each rank runs modules of its own choice, or its loss reaches others, they are gathered with the rest: "
+    "FSDPWrapper(units=[]), or those alone that every rank runs"
+)
 
 
 def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | None) -> None:
@@ -42,23 +46,6 @@ def _is_split(unit: Any) -> bool:
     return getattr(unit.mesh_info, "shard_mesh_size", 1) > 1
 
 
-@contextmanager
-def _turn(what: str, group: dist.ProcessGroup, ends_pass: bool = False) -> Iterator[None]:
-    try:
-        with ranks.take_turn(what, group, ends_pass=ends_pass):
-            yield
-    except ranks.PeerLost:
-        raise
-    except RanksError as error:
-        raise RanksError(
-            f"{error}. Where each rank runs modules of its own choice, or its loss reaches others, they are gathered "
-            "with the rest: FSDPWrapper(units=[]), or those alone that every rank runs"
-        ) from error
-    except RuntimeError as error:
-        ranks.raise_cause(error)
-        raise
-
-
 @cache
 def _kinds() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Subclasses of what torch exchanges with, which `set_custom_all_gather` and its like take."""
@@ -72,21 +59,22 @@ def _kinds() -> tuple[Callable[..., Any], Callable[..., Any]]:
             # In which pass, which tells what follows, so that nobody has to meet where a loop has several kinds.
             is_backward = self._unit._training_state.name == "PRE_BACKWARD"
             kind = f"{'backward' if is_backward else 'forward'}{'' if self._unit.reduce_grads else ', under no_sync'}"
-            with _turn(f"{kind}: {self._what}", self._unit._all_gather_process_group):
+            with ranks.take_turn(f"{kind}: {self._what}", self._unit._all_gather_process_group, advice=_ADVICE):
                 return super().__call__(*args, **options)
 
     class ReduceInTurn(DefaultReduceScatter):
         def __init__(self, what: str, everyone: dist.ProcessGroup, is_root: bool, is_whole: bool) -> None:
-            self._of, self._is_whole = (what, everyone, is_root), is_whole
+            self._turn = partial(ranks.take_turn, what, everyone, ends_pass=is_root, advice=_ADVICE)
+            self._is_whole = is_whole
 
         def allocate(self, *size: Any, **options: Any) -> torch.Tensor:
             if self._is_whole:  # torch's own exchange follows, which nobody is asked for
-                with _turn(*self._of):
+                with self._turn():
                     pass
             return super().allocate(*size, **options)
 
         def __call__(self, *args: Any, **options: Any) -> Any:
-            with _turn(*self._of):
+            with self._turn():
                 return super().__call__(*args, **options)
 
     return GatherInTurn, ReduceInTurn
