@@ -130,7 +130,7 @@ def _reads(kind: str, layout: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         # as on a device: what is compiled for CPUs reads their memory, and so do headers with payloads behind them
-        for of, name in product((engine, header, input_dist), ("can_be_found", "go_along")):
+        for of, name in product((engine, header, input_dist), ("may_run", "go_along")):
             patch.setattr(of, name, lambda *_: False, raising=False)
         model = wrapped(kind, layout)
         patch.setattr(torch.Tensor, "tolist", tolist)

@@ -168,7 +168,7 @@ class Placing:
     """
 
     def __init__(self, runs: Sequence[Run], kernel: str | None = None) -> None:
-        self.runs, self._may_compile = list(runs), kernel in (None, "numba")
+        self.runs, self._kernel = list(runs), kernel
         self.numbers = sorted({number for run in runs for number in run.numbers})
         """Of the matrices that are read."""
         place = {number: i for i, number in enumerate(self.numbers, 1)}  # the target is the first
@@ -192,9 +192,9 @@ class Placing:
         read = [matrices[number] for number in self.numbers]
         rows, dtype = out.shape[0], out.dtype
         assert all(matrix.shape[0] == rows and matrix.dtype is dtype for matrix in read)
-        can = self._may_compile and out.device.type == "cpu" and all(of.stride(1) == 1 for of in (out, *read))
         pays = out.numel() >= _FEW_ELEMENTS or self._num_sources > _FEW_SOURCES
-        if can and pays and out.dtype in ELEMENTS and not numba_kernel.problem(out.dtype):
+        can = all(of.stride(1) == 1 for of in (out, *read)) and numba_kernel.may_run(self._kernel, out.device, dtype)
+        if pays and can:
             self._place_compiled(read, out, scale)
         else:
             self._place(matrices, out, scale)

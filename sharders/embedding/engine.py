@@ -31,8 +31,8 @@ from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
-from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
+from sharders.embedding.lookup.numba_kernel import may_run
 from sharders.embedding.loss_terms import mark
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
@@ -129,7 +129,7 @@ class Engine:
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         of_ids = wide, self.unpooled, self.store.kernel, self.store.sums_first
-        self._compiles = can_be_found(device, self.store.kernel)
+        self._compiles = may_run(self.store.kernel, device)
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)

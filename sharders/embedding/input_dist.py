@@ -29,7 +29,8 @@ from sharders.embedding.call import Call, Places, Sent, Span, once_per_call
 from sharders.embedding.header import HEAD_BYTES, go_along
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bucketize import Bucketizer
-from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
+from sharders.embedding.lookup.distinct import distinct_rows
+from sharders.embedding.lookup.numba_kernel import may_run
 from sharders.embedding.packing import Packable, Packing
 from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement, Slot
@@ -157,7 +158,7 @@ class InputDist:
         """Whether payloads travel with their headers, for which there is room in front of each."""
         self._head = HEAD_BYTES // self.word.itemsize * self.goes_along
         self._channel, self._device = peers.headers if self.goes_along else peers.exchange, device
-        self._compiles = can_be_found(device, kernel)
+        self._compiles = may_run(kernel, device)
         self.are_words_compiled = self._compiles and not wide
         """Whether compiled code reads what comes."""
         can_join = unpooled and peers.exchange.size > 1 and self._compiles

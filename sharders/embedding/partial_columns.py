@@ -32,7 +32,7 @@ class PartialColumns:
     """
 
     def __init__(self, plan: PartialsPlan, target: Sequence[Columns], kernel: str | None) -> None:
-        self._may_compile = kernel in (None, "numba")
+        self._kernel = kernel
         self._plan, slots = plan, plan.columns
         self._widths = [width for _, _, width in slots]
         self._columns = first_columns(slots, target)
@@ -59,13 +59,9 @@ class PartialColumns:
 
     def takes(self, *matrices: torch.Tensor) -> bool:
         """Whether compiled code may read and write them."""
-        dtype = matrices[0].dtype
-        if not self._may_compile or dtype not in ELEMENTS:
-            return False
-        for of in matrices:
-            if of.dtype != dtype or of.device.type != "cpu" or of.stride(-1) != 1:
-                return False
-        return not numba_kernel.problem(dtype)
+        like = matrices[0]
+        are_alike = all(of.dtype == like.dtype and of.is_cpu and of.stride(-1) == 1 for of in matrices)
+        return are_alike and numba_kernel.may_run(self._kernel, like.device, like.dtype)
 
     def add_up(
         self,

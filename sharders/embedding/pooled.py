@@ -268,9 +268,6 @@ class PooledPath(Path[torch.Tensor]):
             return None
         return call.batch.lengths[[*call.batch.key_of]].t().clamp(min=1).to(self.dtype).reciprocal_()
 
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
 
 def _runs_of_mean(dims: Sequence[int], means: Sequence[bool]) -> list[tuple[slice, slice, int]]:
     """(columns, features, dim) of each run of features that are pooled by mean and have one dim."""

@@ -22,14 +22,11 @@ def can_move(kernel: str | None, matrices: Sequence[torch.Tensor]) -> bool:
     """Whether compiled code may read these, whose rows must lie one behind the other.
 
     Args:
-        kernel: name of the lookup kernel that the user asked for: another than numba's uses nothing of numba.
+        kernel: see `numba_kernel.may_run`.
     """
-    dtype = matrices[0].dtype
-    if kernel not in (None, "numba") or dtype not in ELEMENTS:
-        return False
-    if not all(of.is_cpu and of.dtype is dtype and of.is_contiguous() for of in matrices):
-        return False
-    return not numba_kernel.problem(dtype)
+    like = matrices[0]
+    are_alike = all(of.is_cpu and of.dtype is like.dtype and of.is_contiguous() for of in matrices)
+    return are_alike and numba_kernel.may_run(kernel, like.device, like.dtype)
 
 
 def gathered(matrix: torch.Tensor, rows: torch.Tensor, kernel: str | None) -> torch.Tensor:

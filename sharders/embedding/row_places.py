@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from sharders.embedding.call import Places, Sent, Span
-from sharders.embedding.lookup.distinct import Numbered, can_be_found, spread
+from sharders.embedding.lookup.distinct import Numbered, spread
+from sharders.embedding.lookup.numba_kernel import may_run
 from sharders.embedding.placement import Placement, Slot
 from sharders.embedding.row_moves import Sums, can_move, gathered
 
@@ -269,7 +270,7 @@ class RowsBack:
     @cached_property
     def columns(self) -> dict[int, list[_Columns]]:
         """Of each dim whose rows do not all go on as they come, or come in many short pieces."""
-        compiles = can_be_found(self.device, self._kernel)
+        compiles = may_run(self._kernel, self.device)
         by_dim: dict[int, dict[tuple[int, int], list[tuple[RowPlaces, int]]]] = {}
         for of, first in self.pieces():
             by_dim.setdefault(of.dim, {}).setdefault((of.column, of.width), []).append((of, first))

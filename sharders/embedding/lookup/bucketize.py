@@ -58,8 +58,7 @@ class Bucketizer:
         self.num_blocks = max(len(b) for b in bounds) - 1
         self.device = device
         self._use_fbgemm = device.type == "cpu" and kernel != "torch" and not fbgemm_kernel.problem()
-        can_compile = device.type == "cpu" and kernel in (None, "numba") and not numba_kernel.problem()
-        self._compiles = can_compile and self.num_blocks <= _FEW_BLOCKS
+        self._compiles = self.num_blocks <= _FEW_BLOCKS and numba_kernel.may_run(kernel, device)
         # All features' rows in one line, so that one search finds the block of every id.
         first_rows = [0, *accumulate(b[-1] for b in bounds)]
         self._first_rows = self._long(first_rows[:-1])

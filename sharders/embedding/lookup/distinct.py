@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.lookup.numba_layout import address, longs, scratch_for
 from sharders.embedding.lookup.numba_training import entry_of
 
@@ -36,15 +35,6 @@ class DistinctRows(NamedTuple):
     places: Tensor
     times: Tensor
     bounds: Tensor
-
-
-def can_be_found(device: torch.device, kernel: str | None) -> bool:
-    """Whether ids can be brought down to distinct rows here.
-
-    Args:
-        kernel: name of the lookup kernel that the user asked for: another than numba's uses nothing of numba.
-    """
-    return device.type == "cpu" and kernel in (None, "numba") and not numba_kernel.problem()
 
 
 def distinct_rows(

@@ -391,6 +391,16 @@ def supports(
     return f"{reason} (pip install numba where it is missing)" if reason else None
 
 
+def may_run(kernel: str | None, device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether compiled code may be used beside the lookups.
+
+    Args:
+        kernel: name of the lookup kernel that the user asked for: another than numba's uses nothing of numba.
+        dtype: of what it reads and writes.
+    """
+    return kernel in (None, "numba") and device.type == "cpu" and dtype in ELEMENTS and not problem(dtype)
+
+
 @cache
 def problem(dtype: torch.dtype = torch.float32, kind: str | None = None) -> str:
     """Why numba cannot be used here, in one line; empty where it can: it loads, and a small call is right.
