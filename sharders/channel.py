@@ -126,12 +126,7 @@ Transport = Callable[[dist.ProcessGroup | None, Purpose], Channel]
 
 
 def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
-    """The `Transport` of the data path: through memory where all ranks share a host, else over connections."""
-    return over_memory(group, purpose)
-
-
-def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
-    """The `Transport` through memory that the ranks of a host share; where they do not, or cannot, over connections.
+    """The `Transport` of the data path: through memory where all ranks share a host, and can, else over connections.
 
     One channel for each group and purpose. Those of groups that were destroyed give their memory back.
     """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from sharders.channel import Channel, GroupChannel, InFlight, Landing, Purpose, Transfer, over_connections, over_memory
+from sharders.channel import Channel, GroupChannel, InFlight, Landing, Purpose, Transfer, over_connections, over_group
 from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
 from tests.equality import attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ class Counting(GroupChannel):
 
 def _both() -> tuple[Channel, Channel]:
     """Channels between all ranks, through memory and over connections."""
-    memory, connections = (of(dist.group.WORLD, "tables") for of in (over_memory, over_connections))
+    memory, connections = (of(dist.group.WORLD, "tables") for of in (over_group, over_connections))
     assert type(memory).__name__ == "MemoryChannel" and isinstance(connections, GroupChannel)
     return memory, connections
 
@@ -196,7 +196,7 @@ def _step_over(kind: str, layout: str) -> None:
     """Steps over memory and over connections: the same to the bit, and what is kept of them stays as it is, among it a
     graph that is gone back through twice, and one that never is."""
     ends = []
-    for transport in (over_memory, over_connections):
+    for transport in (over_group, over_connections):
         env = env_of("dp2")
         module = make_module(kind)
         attach(module, "adagrad")

@@ -14,7 +14,7 @@ import torch
 import dmp
 from dmp import ShardError, ShardingEnv
 from sharders import EmbeddingBagCollectionSharder, EmbeddingBagSharder, EmbeddingCollectionSharder
-from sharders.channel import Transport, over_connections, over_memory
+from sharders.channel import Transport, over_connections, over_group
 from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
 from sharders.embedding.lookup.kernels import KERNELS
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
@@ -32,7 +32,7 @@ NEAR = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2**-5, torch.f
 NEAR_PLAIN = {**NEAR, torch.float64: 1e-12}
 RANKS = {"dp1": 1, "dp2": 2, "dp4": 4, "host2xlocal2": 4, "replicate2xshard2": 4}
 
-TRANSPORTS: dict[str, Transport] = {"connections": over_connections, "memory": over_memory}
+TRANSPORTS: dict[str, Transport] = {"connections": over_connections, "memory": over_group}
 WIRES = {
     "as computed": (AS_COMPUTED, 1e-5),
     "bfloat16": (Codecs(Cast(torch.bfloat16), Cast(torch.bfloat16)), 2**-5),

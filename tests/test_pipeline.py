@@ -19,7 +19,7 @@ from torch import nn
 import dmp
 from dmp import DistributedModelParallel, TrainPipeline
 from dmp.pipeline.in_flight import to_device
-from sharders.channel import Transport, over_connections, over_memory
+from sharders.channel import Transport, over_connections, over_group
 from sharders.embedding.engine import Engine
 from tests.equality import attach, env_of, layouts_for
 from tests.ranks import run_ranks
@@ -87,7 +87,7 @@ def wrapped(
     place = layouts_for(env)[layout]
     names = [f"{name}.weight" for name in ("first", "second", "made", "twice")]
     plan = {name: place(i, (ROWS, DIM), env) for i, name in enumerate(names)}
-    with exchanging(over_memory if is_near else over_connections):
+    with exchanging(over_group if is_near else over_connections):
         model = DistributedModelParallel(net, env=env, plan=plan)
     dense = [p for name, p in model.named_parameters() if name not in ("first.weight", "twice.weight")]
     return model, torch.optim.AdamW(dense, lr=0.05)

@@ -53,6 +53,7 @@ from sharders.data_parallel.unfinished import (
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 from sharders.data_parallel.updated import SPLITS, refuse_updated
 from sharders.data_parallel.written_inside import keep_writes
+from sharders.tensor_parallel.split.plain import Own
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -342,7 +343,7 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
         hook_hidden(module, output)
     if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
         return None  # as it is
-    return tree_map(lambda leaf: _Own.apply(leaf) if _is_view(leaf) else leaf, output)  # type: ignore[no-untyped-call]
+    return tree_map(lambda leaf: Own.apply(leaf) if _is_view(leaf) else leaf, output)  # type: ignore[no-untyped-call]
 
 
 def _is_view(leaf: Any) -> bool:
@@ -430,15 +431,3 @@ def _gather_first(modules: Sequence[Any]) -> None:
             if not all(each.all_gather_outputs for unit in units_of([m]) for each in unit.fsdp_params):
                 m.unshard()
                 m.reshard()
-
-
-class _Own(torch.autograd.Function):
-    """The same values in the same memory, which autograd does not take for a view; versions are still counted."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad

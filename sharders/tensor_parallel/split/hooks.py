@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dmp import InputError
+from sharders.tensor_parallel.split.plain import replicated
 from sharders.tensor_parallel.structure.claimed_width import whole_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
         holders: modules after whose forward the tensor is let go of.
         mesh: the tensor axis.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     held: list[tuple[torch.Tensor, tuple[Any, ...], DTensor]] = []
 
@@ -50,7 +51,7 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
                 f"a Linear whose weight is split over mesh axis {mesh.mesh_dim_names} was called with a nested tensor, "
                 f"of {x.size(0)} samples, which it cannot take: call it with a padded one (x.to_padded_tensor(0.0))"
             )
-        return _gathered(x, mesh) if is_chunk else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return _gathered(x, mesh) if is_chunk else replicated(x, mesh)
 
     def take(is_chunk: bool) -> Callable[..., tuple[Any, ...] | None]:
         def convert(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -130,7 +131,7 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
 
     A call raises `InputError` for a sequence that does not divide over the ranks.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Shard
 
     (axis,) = mesh.mesh_dim_names or ("tensor",)
 
@@ -142,8 +143,7 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
                 f"sequence parallelism needs; pad them to {-(-length // size) * size} positions, or pass "
                 "sequence_parallel=False"
             )
-        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+        return replicated(x, mesh).redistribute(placements=[Shard(1)]).to_local()
 
     change_hidden_state(module, path, width, split)
 

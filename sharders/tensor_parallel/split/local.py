@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sharders.tensor_parallel.split.plain import plain
+from sharders.tensor_parallel.split.plain import plain, replicated
 from sharders.tensor_parallel.split.replicated_weights import read_local
 from sharders.tensor_parallel.split.styles import Style, family, layouts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_transposed, resize_output
@@ -80,8 +80,7 @@ def _convert_around(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
     def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = args[0] if args else None
         if style == "rowwise_gather" and isinstance(x, torch.Tensor):
-            whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            return (whole.redistribute(placements=[Shard(-1)]).to_local(), *args[1:])
+            return (replicated(x, mesh).redistribute(placements=[Shard(-1)]).to_local(), *args[1:])
         if not isinstance(x, DTensor):
             return None
         # The ranks' gradients of what all of them have are parts of a sum.

@@ -26,11 +26,17 @@ def entering(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     Args:
         x: a plain tensor, or a DTensor that is whole.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Partial
 
-    whole: Any = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    local: torch.Tensor = whole.to_local(grad_placements=[Partial()])
+    local: torch.Tensor = replicated(x, mesh).to_local(grad_placements=[Partial()])
     return local
+
+
+def replicated(x: Any, mesh: DeviceMesh) -> DTensor:
+    """What all ranks have as a DTensor, which what is one stays. Nothing is sent."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
 def summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -53,10 +59,12 @@ def writable(local: Any) -> Any:
     """A tensor that is no view, in the same memory. DTensors, what is compiled and what takes no gradient are left."""
     if is_dtensor(local) or not local.requires_grad or torch.compiler.is_compiling():
         return local
-    return _Own.apply(local)  # type: ignore[no-untyped-call]
+    return Own.apply(local)  # type: ignore[no-untyped-call]
 
 
-class _Own(torch.autograd.Function):
+class Own(torch.autograd.Function):
+    """The same values in the same memory, which autograd does not take for a view; versions are still counted."""
+
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()

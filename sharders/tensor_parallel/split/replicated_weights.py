@@ -33,6 +33,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from dmp import Place, ShardedModule
+from sharders.tensor_parallel.split.plain import replicated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +54,7 @@ def keep_whole_weights(
         on_parts: ids of modules whose own weights are used on parts of the activations.
         adding: ids of modules that add theirs, biases, on every rank to what is summed over the ranks.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     made: dict[int, nn.Parameter] = {}
     for owner in list(outside_tables(model)):
@@ -63,8 +64,7 @@ def keep_whole_weights(
             continue
         for name, old in plain.items():
             if id(old) not in made:
-                whole = DTensor.from_local(old.detach(), mesh, [Replicate()], run_check=False)
-                new = nn.Parameter(whole, requires_grad=old.requires_grad)
+                new = nn.Parameter(replicated(old.detach(), mesh), requires_grad=old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 made[id(old)] = made[id(new)] = new
             owner._parameters[name] = made[id(old)]
