@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dmp.chunked import ChunkedTensor
+from dmp.moving.buffers import ALIGN_BYTES, Batch, batches, num_bytes, places, room_in
 from dmp.moving.routes import Part, Rectangle, find_routes
 from dmp.ranks import gather_words
 
 BUFFER_BYTES = 16 << 20
 """Of what is sent and of what comes, together, at one time."""
 
-_ALIGN_BYTES = 16
 _LEAST_BYTES = 4096
-Batch = list[tuple[int, torch.Tensor]]  # (first byte, piece) of what goes to one rank, or comes from it, at one time
 
 
 class Moving(NamedTuple):
@@ -84,21 +82,21 @@ class Mover:
         most = self._most(max(sum(map(bool, sends)), sum(map(bool, receives))))
         if not most:
             return
-        share = max(BUFFER_BYTES // 2 // most // _ALIGN_BYTES * _ALIGN_BYTES, _LEAST_BYTES)
-        rounds = self._most(max(sum(1 for _ in _batches(views, share)) for views in (*sends, *receives)))
-        going, coming = ([_batches(views, share) for views in each] for each in (sends, receives))
+        share = max(BUFFER_BYTES // 2 // most // ALIGN_BYTES * ALIGN_BYTES, _LEAST_BYTES)
+        rounds = self._most(max(sum(1 for _ in batches(views, share)) for views in (*sends, *receives)))
+        going, coming = ([batches(views, share) for views in each] for each in (sends, receives))
         for _ in range(rounds):
             self._round([next(each, []) for each in going], [next(each, []) for each in coming])
 
     def _round(self, going: list[Batch], coming: list[Batch]) -> None:
-        sizes, from_each = ([_num_bytes(batch) for batch in each] for each in (going, coming))
-        self._out, out = _room(self._out, sum(sizes))
-        self._in, came = _room(self._in, sum(from_each))
-        for piece, place in _places(going, sizes, out):
+        sizes, from_each = ([num_bytes(batch) for batch in each] for each in (going, coming))
+        self._out, out = room_in(self._out, sum(sizes))
+        self._in, came = room_in(self._in, sum(from_each))
+        for piece, place in places(going, sizes, out):
             place.copy_(piece)
             self.sent_bytes += piece.nbytes
         dist.all_to_all_single(came, out, from_each, sizes, group=self._group)
-        for piece, place in _places(coming, from_each, came):
+        for piece, place in places(coming, from_each, came):
             piece.copy_(place)
 
     def _most(self, mine: int) -> int:
@@ -111,44 +109,3 @@ def _cut_out(chunk: torch.Tensor, at: Sequence[int], part: Part) -> torch.Tensor
     for dim, (first, start, length) in enumerate(zip(at, *part.shared, strict=True)):
         chunk = chunk.narrow(dim, start - first, length)
     return chunk
-
-
-def _batches(views: Iterable[torch.Tensor], num_bytes: int) -> Iterator[Batch]:
-    """The views in pieces, by as many as fit into so many bytes."""
-    batch: Batch = []
-    end = 0
-    for view in views:
-        for _, piece in ChunkedTensor(view.shape, [view], [(0,) * view.dim()]).pieces(num_bytes):
-            if batch and end + piece.nbytes > num_bytes:
-                yield batch
-                batch, end = [], 0
-            batch.append((end, piece))
-            end += _aligned(piece.nbytes)
-    if batch:
-        yield batch
-
-
-def _num_bytes(batch: Batch) -> int:
-    return _aligned(batch[-1][0] + batch[-1][1].nbytes) if batch else 0
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _room(buffer: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The buffer, larger where it must be, and so much of it."""
-    if buffer.numel() < num_bytes:
-        buffer = buffer.new_empty(num_bytes)
-    return buffer, buffer[:num_bytes]
-
-
-def _places(
-    batches: list[Batch], sizes: Sequence[int], buffer: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece and where it lies in the buffer, as a tensor of its shape."""
-    start = 0
-    for batch, size in zip(batches, sizes, strict=True):
-        for at, piece in batch:
-            yield piece, buffer[start + at : start + at + piece.nbytes].view(piece.dtype).view(piece.shape)
-        start += size

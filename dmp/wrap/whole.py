@@ -9,19 +9,19 @@ holds it. Replicas of the tables are not asked: they hold the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap, is_dense
+from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
+from dmp.moving.buffers import Batch, batches, num_bytes, places, room_in
 from dmp.ranks import entry, fail_together, gather_objects, gather_words
 
-_ALIGN_BYTES = 16
 _BUFFER_BYTES = 4 << 20
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -75,7 +75,7 @@ def _gather(
     keep = not rank0_only or env.rank == 0
     group = env.table_group if env.table_size > 1 else None
     listing = {
-        name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces(_BUFFER_BYTES)])
+        name: (tuple(t.size()), t.dtype, [(at, tuple(c.shape)) for at, c in zip(t.offsets, t.chunks, strict=True)])
         for name, t in mine.items()
     }
     gather_words(what, [0, 0], everywhere)
@@ -87,9 +87,9 @@ def _gather(
         return value.to("cpu" if cpu else value.device, copy=True)  # a sparse one, not all of which deepcopy takes
 
     def receiver(name: str) -> torch.Tensor:
-        if out is not None and name in out:
-            return out[name]
         size, dtype, _ = next(known[name] for known in everyone if name in known)
+        if out is not None and name in out and out[name].dtype is dtype:
+            return out[name]
         where = torch.device("cpu") if cpu else mine[name].device if name in mine else env.device
         return torch.empty(size, dtype=dtype, device=where)
 
@@ -102,21 +102,29 @@ def _gather(
         }
 
     sends, result = fail_together(ready, everywhere, what)
-    local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces(_BUFFER_BYTES)}
+    local = {(name, at): chunk for name, t in mine.items() for at, chunk in zip(t.offsets, t.chunks, strict=True)}
     buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
-    for owner, pieces in sends.items():
-        if keep and owner in (None, env.table_rank):
-            for name, (offset, _) in pieces:
-                copy_overlap(result[name], (0,) * len(offset), local[name, offset], offset)
-        for batch in _batches(pieces, everyone[owner]) if owner is not None else ():
-            assert owner is not None
-            if rank0_only and (owner == 0 or env.table_rank not in (0, owner)):
-                continue
-            num_bytes = batch[-1][2] + batch[-1][3]
-            if buffer.numel() < num_bytes:
-                buffer = buffer.new_empty(num_bytes)
-            _transfer(batch, buffer[:num_bytes], owner, local, result, everyone[owner], env, rank0_only)
+    for owner, rectangles in sends.items():
+        is_here = owner in (None, env.table_rank)
+        have = [local[name, at] for name, (at, _) in rectangles] if is_here else []
+        room = [_part(result[name], rectangle) for name, rectangle in rectangles] if keep else []
+        for to, value in zip(room, have, strict=True) if keep and is_here else ():
+            to.copy_(value)
+        if owner is None or (rank0_only and (owner == 0 or env.table_rank not in (0, owner))):
+            continue
+        for batch in batches(have if is_here else room, _BUFFER_BYTES):
+            buffer, sent = room_in(buffer, num_bytes(batch))
+            _transfer(batch, sent, owner, env, rank0_only)
+    for name in [name for name in out or () if name in result and any(name in known for known in everyone)]:
+        if out is not None and result[name] is not out[name]:  # of another dtype
+            result[name] = out[name].copy_(result[name])
     return result
+
+
+def _part(whole: torch.Tensor, rectangle: _Rectangle) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(*rectangle, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
 
 
 def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[str, _Rectangle]]]:
@@ -137,45 +145,16 @@ def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[st
     return sends
 
 
-def _batches(
-    pieces: list[tuple[str, _Rectangle]], known: dict[str, Any]
-) -> Iterator[list[tuple[str, _Rectangle, int, int]]]:
-    """(name, rectangle, first byte, bytes) in groups of at most a few MB, or of one piece."""
-    batch: list[tuple[str, _Rectangle, int, int]] = []
-    at = 0
-    for name, rectangle in pieces:
-        num_bytes = prod(rectangle[1]) * known[name][1].itemsize
-        if batch and at + num_bytes > _BUFFER_BYTES:
-            yield batch
-            batch, at = [], 0
-        batch.append((name, rectangle, at, num_bytes))
-        at += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    if batch:
-        yield batch
-
-
-def _transfer(
-    batch: list[tuple[str, _Rectangle, int, int]],
-    buffer: torch.Tensor,
-    owner: int,
-    local: Mapping[tuple[str, tuple[int, ...]], torch.Tensor],
-    result: Mapping[str, torch.Tensor],
-    known: Mapping[str, Any],
-    env: ShardingEnv,
-    rank0_only: bool,
-) -> None:
-    """Send one buffer from its owner to every rank, or to rank 0, and place what came."""
+def _transfer(batch: Batch, buffer: torch.Tensor, owner: int, env: ShardingEnv, rank0_only: bool) -> None:
+    """Send one buffer from its owner, whose pieces these are, to every rank, or to rank 0, and place what came."""
     group, is_owner = env.table_group, owner == env.table_rank
-    if is_owner:
-        for name, (offset, _), at, num_bytes in batch:
-            buffer[at : at + num_bytes].copy_(local[name, offset].contiguous().reshape(-1).view(torch.uint8))
+    for piece, place in places([batch], [len(buffer)], buffer) if is_owner else ():
+        place.copy_(piece)
     if not rank0_only:
         dist.broadcast(buffer, group=group, group_src=owner)
     elif is_owner:
         dist.send(buffer, group=group, group_dst=0)
     else:
         dist.recv(buffer, group=group, group_src=owner)
-    if not is_owner:
-        for name, (offset, size), at, num_bytes in batch:
-            values = buffer[at : at + num_bytes].view(known[name][1]).view(size)
-            copy_overlap(result[name], (0,) * len(offset), values, offset)
+    for piece, place in places([batch], [len(buffer)], buffer) if not is_owner else ():
+        piece.copy_(place)
