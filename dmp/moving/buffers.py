@@ -10,9 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from dmp.chunked import ChunkedTensor
+from dmp.moving.routes import Rectangle
 
 ALIGN_BYTES = 16
 Batch = list[tuple[int, torch.Tensor]]  # (first byte, piece) of what goes to one rank, or comes from it, at one time
+
+
+def cut_out(chunk: torch.Tensor, at: Sequence[int], rectangle: Rectangle) -> torch.Tensor:
+    """The view of a rectangle in a chunk, which lies at a place in the same tensor."""
+    for dim, (first, start, length) in enumerate(zip(at, *rectangle, strict=True)):
+        chunk = chunk.narrow(dim, start - first, length)
+    return chunk
 
 
 def batches(views: Iterable[torch.Tensor], most_bytes: int) -> Iterator[Batch]:

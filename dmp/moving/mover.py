@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dmp.moving.buffers import ALIGN_BYTES, Batch, batches, num_bytes, places, room_in
-from dmp.moving.routes import Part, Rectangle, find_routes
+from dmp.moving.buffers import ALIGN_BYTES, Batch, batches, cut_out, num_bytes, places, room_in
+from dmp.moving.routes import Rectangle, find_routes
 from dmp.ranks import gather_words
 
 BUFFER_BYTES = 16 << 20
@@ -67,13 +67,13 @@ class Mover:
                 have, room = [o for o, _ in t.old[self._rank]], [o for o, _ in t.new[self._rank]]
                 kept, sent, received = find_routes(t.size, t.old, t.new, self._rank)
                 for part in kept:
-                    value = _cut_out(t.have[part.source], have[part.source], part)
-                    _cut_out(t.room[part.target], room[part.target], part).copy_(value)
+                    value = cut_out(t.have[part.source], have[part.source], part.shared)
+                    cut_out(t.room[part.target], room[part.target], part.shared).copy_(value)
                     self.kept_bytes += value.nbytes
                 for rank, parts in sent.items():
-                    sends[rank] += [_cut_out(t.have[p.source], have[p.source], p) for p in parts]
+                    sends[rank] += [cut_out(t.have[p.source], have[p.source], p.shared) for p in parts]
                 for rank, parts in received.items():
-                    receives[rank] += [_cut_out(t.room[p.target], room[p.target], p) for p in parts]
+                    receives[rank] += [cut_out(t.room[p.target], room[p.target], p.shared) for p in parts]
             if self._group is not None:
                 self._exchange(sends, receives)
 
@@ -102,10 +102,3 @@ class Mover:
     def _most(self, mine: int) -> int:
         """The largest of all ranks' numbers."""
         return max(row[0] for row in gather_words(self._what, [mine, 0], self._group))
-
-
-def _cut_out(chunk: torch.Tensor, at: Sequence[int], part: Part) -> torch.Tensor:
-    """The view of a part in a chunk."""
-    for dim, (first, start, length) in enumerate(zip(at, *part.shared, strict=True)):
-        chunk = chunk.narrow(dim, start - first, length)
-    return chunk

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.moving.buffers import Batch, batches, num_bytes, places, room_in
+from dmp.moving.buffers import Batch, batches, cut_out, num_bytes, places, room_in
+from dmp.moving.routes import Rectangle
 from dmp.ranks import entry, fail_together, gather_objects, gather_words
 
 _BUFFER_BYTES = 4 << 20
-_Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 def gather(
@@ -93,7 +93,7 @@ def _gather(
         where = torch.device("cpu") if cpu else mine[name].device if name in mine else env.device
         return torch.empty(size, dtype=dtype, device=where)
 
-    def ready() -> tuple[dict[int | None, list[tuple[str, _Rectangle]]], dict[str, Any]]:
+    def ready() -> tuple[dict[int | None, list[tuple[str, Rectangle]]], dict[str, Any]]:
         if problem is not None:
             raise problem
         names = dict.fromkeys([*state, *(name for known in everyone for name in known)]) if keep else ()
@@ -107,7 +107,7 @@ def _gather(
     for owner, rectangles in sends.items():
         is_here = owner in (None, env.table_rank)
         have = [local[name, at] for name, (at, _) in rectangles] if is_here else []
-        room = [_part(result[name], rectangle) for name, rectangle in rectangles] if keep else []
+        room = [cut_out(result[name], (0,) * len(of[0]), of) for name, of in rectangles] if keep else []
         for to, value in zip(room, have, strict=True) if keep and is_here else ():
             to.copy_(value)
         if owner is None or (rank0_only and (owner == 0 or env.table_rank not in (0, owner))):
@@ -121,21 +121,15 @@ def _gather(
     return result
 
 
-def _part(whole: torch.Tensor, rectangle: _Rectangle) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(*rectangle, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
-def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[str, _Rectangle]]]:
+def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[str, Rectangle]]]:
     """Pieces by the rank that sends them; under None those that every rank holds already."""
-    holders: dict[tuple[str, _Rectangle], list[int]] = {}
+    holders: dict[tuple[str, Rectangle], list[int]] = {}
     for rank, known in enumerate(everyone):
         for name, (_, _, pieces) in known.items():
             for piece in pieces:
                 holders.setdefault((name, piece), []).append(rank)
     covered: dict[str, int] = {}
-    sends: dict[int | None, list[tuple[str, _Rectangle]]] = {}
+    sends: dict[int | None, list[tuple[str, Rectangle]]] = {}
     for (name, piece), ranks in holders.items():
         covered[name] = covered.get(name, 0) + prod(piece[1])
         sends.setdefault(None if len(ranks) == len(everyone) else ranks[0], []).append((name, piece))

@@ -127,7 +127,7 @@ def mark(gradients: Sequence[torch.Tensor | None]) -> None:
 def _look_at_terms(own: Any, outputs: Any, *args: Any, **options: Any) -> Any:
     """A backward pass, see `ranks.around_backward`."""
     roots = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
-    handles = _meet_at_terms(roots) if _read_parts(roots) else []
+    handles = _meet_at_terms(roots) if any(True for _ in _parts_below(roots)) else []
     try:
         result = own(outputs, *args, **options)
         if _met:
@@ -142,8 +142,8 @@ def _look_at_terms(own: Any, outputs: Any, *args: Any, **options: Any) -> Any:
             handle.remove()
 
 
-def _read_parts(roots: Sequence[Any]) -> bool:
-    """Whether what is computed reads parts of tables, past their lookup."""
+def _parts_below(roots: Sequence[Any]) -> Iterator[_Part]:
+    """Parts of tables that are read past their lookup by what is computed at these nodes."""
     stack, known = [root for root in roots if root is not None], set()
     while stack:
         node = stack.pop()
@@ -152,10 +152,9 @@ def _read_parts(roots: Sequence[Any]) -> bool:
         known.add(node)
         below = node.next_functions
         if below:
-            stack += [n for n, _ in below if n is not None]
-        elif _part_of(node) is not None:
-            return True
-    return False
+            stack += [n for n, _ in below[::-1] if n is not None]
+        elif (part := _part_of(node)) is not None:
+            yield part
 
 
 def _part_of(node: Any) -> _Part | None:
@@ -215,7 +214,7 @@ def _constant(node: Any, kinds: set[_Kind]) -> float:
 
 
 def _averages(node: Any, within: float) -> Callable[[tuple[Any, ...]], Any]:
-    part = _first_part(node)
+    part = next(_parts_below([node]))
 
     def average(gradients: tuple[Any, ...]) -> Any:
         (gradient,) = gradients
@@ -242,7 +241,7 @@ def _check(roots: Sequence[Any]) -> None:
                 read.add(part.name())
         else:
             raise ShardError(
-                f"the loss has a term over values of table {_first_part(node).name()!r} itself, by "
+                f"the loss has a term over values of table {next(_parts_below([node])).name()!r} itself, by "
                 f"{_operation(node)}: each rank has a part of the table, and would train it by the norm, mean or "
                 "other function of its part alone. Terms whose parts add up are right, p.square().sum() and "
                 "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others every rank needs "
@@ -282,18 +281,6 @@ def _from_leaves(root: Any, known: dict[Any, _Value]) -> Iterator[Any]:
             yield node
         else:
             stack += [(node, True), *waits]
-
-
-def _first_part(node: Any) -> _Part:
-    """Of the tables below a node."""
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if (part := _part_of(node)) is not None:
-            return part
-        if node.name() != _LOOKUP:
-            stack += [n for n, _ in reversed(node.next_functions) if n is not None]
-    raise AssertionError("there is one below what is wrong")
 
 
 _LOOKUP = "_Lookup" + "Backward"  # as torch names nodes of the engine's function
