@@ -19,11 +19,10 @@ _outer: list[Callable[..., Any]] = []
 
 
 def around_backward(around: Callable[..., Any], *, is_outer: bool = False) -> None:
-    """From now on, once: `around(own, outputs, gradients, keeps, creates, asked, ...)` in the place of each pass, which
-    `own` is, with what is around it already.
+    """Have `around(own, outputs, gradients, keeps, creates, asked, ...)` called in the place of each pass, once.
 
     Args:
-        around: calls `own` with what follows it. What it is asked for may be left out, as may all behind.
+        around: calls `own` with the other arguments, which is the pass with what is around it already.
         is_outer: it is around all that are not.
     """
     _stand_in()
