@@ -18,7 +18,7 @@ from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_col
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.numba_layout import int64, longs, scalar, words
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
-from sharders.embedding.partials import OwnRows, Partials, PartialsPlan, Piece
+from sharders.embedding.partials import Awaited, OwnRows, PartialsPlan, Piece
 from sharders.embedding.ragged import Columns
 
 
@@ -65,7 +65,7 @@ class PartialColumns:
 
     def add_up(
         self,
-        partials: Partials,
+        partials: Awaited,
         came: Sequence[torch.Tensor],
         out: torch.Tensor,
         own: Sequence[OwnRows] | None = None,
@@ -101,7 +101,7 @@ class PartialColumns:
 
         threads.run(part, parts)
 
-    def pick(self, partials: Partials, rank: int, grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    def pick(self, partials: Awaited, rank: int, grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
         """Write the gradients of the partials that a rank has sent to the flat `out`.
 
         Args:

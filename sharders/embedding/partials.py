@@ -205,6 +205,8 @@ class Awaited:
     ) -> None:
         self.plan, self._all_filled = plan, all_filled
         self.lengths, self.counts = joined(lengths).contiguous(), list(bags)
+        """(slots, B) of the bags; and of each slot the partials that come."""
+        self._place = {rank: i for i, rank in enumerate(plan.order)}
         self._samples = self.lengths.shape[1]
         self._counts = [sum(bags[piece.slots.start : piece.slots.stop]) for piece in plan.pieces]
         self.elements = [0] * len(plan.order)
@@ -267,13 +269,17 @@ class Awaited:
                 sums = F.embedding_bag(rows, matrix, bounds, mode="sum", include_last_offset=True)
             yield sums.view(self._samples, len(group.columns) * group.width)
 
-    def pack(self, sender: int, gradients: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
-        """Write the gradients of the partials that a rank has sent to the flat `out`.
+    def place_of(self, rank: int) -> int:
+        """Of a table rank, in the order of sources."""
+        return self._place[rank]
+
+    def pack(self, rank: int, gradients: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
+        """Write the gradients of the partials that a table rank has sent to the flat `out`.
 
         Args:
             gradients: of each group's results, (B * U, width).
         """
-        at = 0
+        sender, at = self._place[rank], 0
         done = [0] * len(self.plan.groups)
         number = {group.width: i for i, group in enumerate(self.plan.groups)}
         for piece, count in zip(self.plan.pieces, self._counts, strict=True):
@@ -333,6 +339,7 @@ class Partials:
     Args:
         runs: of this rank's slots.
         owned: the bags of each run, by the order of sources.
+        coming: those that come.
         dtype: of what travels.
         spent: of the call.
     """
@@ -341,19 +348,18 @@ class Partials:
         self,
         runs: Sequence[SlotRun],
         owned: Sequence[OwnedBags],
-        awaited: Awaited,
+        coming: Awaited,
         dtype: torch.dtype,
         spent: Spent,
     ) -> None:
-        self._runs, self._awaited, self._dtype, self._spent = list(runs), awaited, dtype, spent
+        self._runs, self.coming, self._dtype, self._spent = list(runs), coming, dtype, spent
         cut = [bags.cut() for bags in owned]
         self._of_others, self._own = [others for others, _ in cut], [own for _, own in cut]
-        order = awaited.plan.order
-        self._place = {rank: i for i, rank in enumerate(order)}
-        elements = elements_of_sources(runs, owned) or [0] * len(order)
-        self.sent = [elements[self._place[rank]] for rank in range(len(order))]
+        places = [coming.place_of(rank) for rank in range(len(coming.plan.order))]
+        elements = elements_of_sources(runs, owned) or [0] * len(places)
+        self.sent = [elements[place] for place in places]
         """Elements for each table rank, this one too."""
-        self.awaited = [awaited.elements[self._place[rank]] for rank in range(len(order))]
+        self.awaited = [coming.elements[place] for place in places]
         """From each."""
 
     def looked_up(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -397,32 +403,6 @@ class Partials:
                 found.append(OwnRows(at, size, bank + place_of(tbe.lookup.ranges[index]), stop - size))
                 at = stop
         return found
-
-    def summed(self, came: torch.Tensor, starts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `Awaited`."""
-        return self._awaited.summed(came, starts)
-
-    def prepare(self) -> None:
-        """See `Awaited`."""
-        self._awaited.prepare()
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """(slots, B) of this rank's bags."""
-        return self._awaited.lengths
-
-    @property
-    def counts(self) -> list[int]:
-        """Of each slot the partials that come."""
-        return self._awaited.counts
-
-    def place_of(self, rank: int) -> int:
-        """Of a table rank, in the order of sources."""
-        return self._place[rank]
-
-    def pack(self, rank: int, gradients: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
-        """See `Awaited`; by table rank."""
-        self._awaited.pack(self._place[rank], gradients, scale, out)
 
     def _rows(self, run: int, bags: OwnedBags, out: torch.Tensor | None) -> torch.Tensor:
         tbe, _, width = self._runs[run]

@@ -152,11 +152,11 @@ class PooledOutputDist:
                 came.update((i, self._lookup(parts[i][0], i, mine, blocks)) for i in whole)
                 of_partials = [parts[i][1] for i in self._order if i in parts]
                 if self._partial_columns is not None and own_partials is not None:
-                    self._partial_columns.add_up(partials, [*of_partials, own_partials], out, partials.own_rows)
+                    self._partial_columns.add_up(partials.coming, [*of_partials, own_partials], out, partials.own_rows)
                 else:
                     flat = exchange.wait()
                     starts = [int(of.storage_offset() - flat.storage_offset()) for of in of_partials]
-                    sums = partials.summed(flat, starts)
+                    sums = partials.coming.summed(flat, starts)
                     self._of_groups(dict(enumerate(sums, self.channel.size)), out)
             there(came, out)
             exchange.end()
@@ -200,7 +200,7 @@ class PooledOutputDist:
             own, tail = wire.new_empty(0 if partials.own_rows else tail), 0
         exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, tail, landing)
         if own is None:
-            partials.prepare()
+            partials.coming.prepare()
         to_own = exchange.tail if own is None else own
         if to_own is not None and to_own.numel():
             partials.look_up_own(to_own)
@@ -276,9 +276,9 @@ class PooledOutputDist:
             if rank == self.me and not packs_own_partials:
                 return
             if partials is not None and self._partial_columns is not None and picks:
-                self._partial_columns.pick(partials, rank, grad, scale, out)
+                self._partial_columns.pick(partials.coming, rank, grad, scale, out)
             elif partials is not None:
-                partials.pack(rank, of_groups, scale, out)
+                partials.coming.pack(rank, of_groups, scale, out)
 
         def pack_lookup(rank: int, flat: torch.Tensor) -> None:
             is_ragged = blocks is not None and rank != self.me

@@ -204,7 +204,7 @@ class Way:
         if owned.bags is not None or tbe.bank.clips or not is_told:
             return None
         slots, _ = self._own_partials
-        return partials.lengths[slots.start : slots.stop].to(torch.int32)
+        return partials.coming.lengths[slots.start : slots.stop].to(torch.int32)
 
     def _saved(self, call: Call, num_samples: int) -> float:
         """Nanoseconds of all lookups; see `PlacingLookup.saved_by_given`."""
@@ -406,8 +406,8 @@ class Way:
         of_ranks = [(i, piece) for i, pieces in zip(own, plan.slots, strict=True) for piece in pieces]
         lengths = [sent.lengths[i][piece.start : piece.stop] for i, piece in of_ranks]
         bags = [n for i, piece in of_ranks for n in sent.bags[i][piece.start : piece.stop]]
-        awaited = Awaited(plan, lengths, bags, call.batch.shortest > 0)
-        return Partials(self.runs, self._owned(call, tuple(own)), awaited, self.dtype, call.spent)
+        coming = Awaited(plan, lengths, bags, call.batch.shortest > 0)
+        return Partials(self.runs, self._owned(call, tuple(own)), coming, self.dtype, call.spent)
 
     def _rows(self, call: Call, index: int) -> list[int]:
         """Samples of each rank of an output dist: what is sent to it, and what it has sent."""
