@@ -193,8 +193,8 @@ class Placing:
         rows, dtype = out.shape[0], out.dtype
         assert all(matrix.shape[0] == rows and matrix.dtype is dtype for matrix in read)
         pays = out.numel() >= _FEW_ELEMENTS or self._num_sources > _FEW_SOURCES
-        can = all(of.stride(1) == 1 for of in (out, *read)) and numba_kernel.may_run(self._kernel, out.device, dtype)
-        if pays and can:
+        in_rows = pays and all(of.stride(1) == 1 for of in (out, *read))
+        if in_rows and numba_kernel.may_run(self._kernel, out.device, dtype):
             self._place_compiled(read, out, scale)
         else:
             self._place(matrices, out, scale)
