@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -157,10 +158,22 @@ def left_whole(made: Assembly, in_place: bool, sharded: frozenset[str]) -> froze
     Args:
         in_place, sharded: the assembly's `shards_in_place` and `sharded_names()`, which go through the whole model.
     """
-    kept = _kept_whole(made)
+    module, chosen = made.module, set[str]()
+    if made.env.fully_sharded_axes:
+        chosen = {name for name, e in made.plan.items() if e.layout.is_dense and e.layout.is_copied}
+    kept = _aliases(module, {id(p) for name, p in module.named_parameters() if name in chosen} if chosen else ())
     if in_place:
-        kept |= made.unnamed() | ((_kept_beside(made) | _of_sparse_gradients(made)) - sharded)
+        embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        others = {*kept_beside(module), *(id(m.weight) for m in embeddings if m.sparse)}
+        split = {id(p) for p in module.parameters() if is_dtensor(p)}
+        kept |= made.unnamed() | (_aliases(module, others - split) - sharded)
     return kept
+
+
+def _aliases(module: nn.Module, ids: Collection[int]) -> frozenset[str]:
+    """Names, under every alias, of these parameters."""
+    named = module.named_parameters(remove_duplicate=False) if ids else ()
+    return frozenset(name for name, p in named if id(p) in ids)
 
 
 def _averaged(made: Assembly, in_place: bool, sharded: frozenset[str], kept: frozenset[str]) -> nn.Module:
@@ -172,30 +185,6 @@ def _averaged(made: Assembly, in_place: bool, sharded: frozenset[str], kept: fro
         others = frozenset(name for name, _ in all_tensors(made.module)) - kept
         wrapped = replicating_wrapper().wrap(wrapped, made.env, made.device, others)
     return wrapped
-
-
-def _kept_whole(made: Assembly) -> frozenset[str]:
-    """Names, under every alias, of weights that the plan replicates although the mesh would split them."""
-    chosen = {name for name, e in made.plan.items() if e.layout.is_dense and e.layout.is_copied}
-    if not chosen or not made.env.fully_sharded_axes:
-        return frozenset()
-    ids = {id(p) for name, p in made.module.named_parameters() if name in chosen}
-    return frozenset(n for n, p in made.module.named_parameters(remove_duplicate=False) if id(p) in ids)
-
-
-def _kept_beside(made: Assembly) -> frozenset[str]:
-    """Names, under every alias, of weights that the model's own code would go on reading as they are now."""
-    kept = kept_beside(made.module)
-    named = made.module.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if id(p) in kept and not is_dtensor(p))
-
-
-def _of_sparse_gradients(made: Assembly) -> frozenset[str]:
-    """Names, under every alias, of weights of embeddings with `sparse=True` that are whole."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = {id(m.weight) for m in made.module.modules() if isinstance(m, kinds) and m.sparse}
-    named = made.module.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if id(p) in sparse and not is_dtensor(p))
 
 
 def _check_leaf(name: str, parameter: torch.Tensor) -> None:
