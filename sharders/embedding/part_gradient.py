@@ -3,13 +3,16 @@
 A loop that clips by hand, sharpens (SAM) or skips a step takes a norm, a sum or a maximum of every `.grad`. Of a dense
 weight that is the same on all ranks; of a part of a table each rank has its own, and what is scaled or skipped by it
 makes copies of the dense weights drift apart. So such a `.grad` says once what it is, where one number is made of it.
-It is worth no error: who only looks at it may. Optimizers, which work on each element, see a plain tensor's results.
+It is worth no error: who only looks at it may. Optimizers work on each element, and get what a plain tensor gives them;
+those that do not are judged by themselves, see `dmp.wrap.optimizer_trial`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,12 +99,21 @@ def _parts(args: Any) -> list[PartGradient]:
     return [each for each in nested(args) if isinstance(each, PartGradient) and "_table" in vars(each)]
 
 
+def _is_in_a_step() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
 _said: set[str] = set()
 
 
 def _say(table: str, name: str) -> None:
     """Once a process: a model may have thousands of tables."""
-    if _said:
+    if _said or _is_in_a_step():
         return
     _said.add(table)
     _log.warning(
