@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 
@@ -20,3 +20,14 @@ def put_around(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(own, *args, **options)
 
     setattr(owner, name, stand_in)
+
+
+def put_inside(function: Any, around: Callable[..., Any]) -> None:
+    """The same of a decorator's wrapper, around what is in it: it stays the object that others have imported by name.
+
+    Args:
+        function: whose `__wrapped__` is in a cell of its own.
+    """
+    own = function.__wrapped__
+    cell = next(cell for cell in function.__closure__ if cell.cell_contents is own)
+    cell.cell_contents = update_wrapper(partial(around, own), own)

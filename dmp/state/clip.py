@@ -26,6 +26,7 @@ from dmp.foreign import type_name
 from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
+from dmp.state.by_hand import refuse_parts
 from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.keyed_clipping import check_clipping
 from dmp.state.kinds import tell_kinds_apart
@@ -199,6 +200,7 @@ def _stand_in(function: Any, body: Callable[..., Any]) -> None:
 
 def _prepare() -> None:
     tell_kinds_apart()
+    refuse_parts()
     for function in (torch_clip.clip_grad_norm_, torch_clip.clip_grad_value_, torch_clip._clip_grads_with_norm_):
         _stand_in(function, _of_successors(function.__wrapped__))
     _stand_in(torch_clip._get_total_norm, _total_norm)

@@ -1,0 +1,76 @@
+"""What a program sends of a model's tensors by hand: never a part of one among ranks that have other parts of it.
+
+Loops from before DDP average each gradient by `dist.all_reduce`, and begin with a `dist.broadcast` of each weight. Of
+what all ranks have whole that changes nothing: weights are alike once they are wrapped, gradients are averaged in the
+backward pass. Of parts of a table it would put one rank's rows over another's, in silence where they are as many, and
+gloo ends the process where they are not; for DTensors torch has no such operation, which it says in words of its own.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.layouts.shard import is_replicated
+from dmp.places import is_dtensor, local_of
+from dmp.put_around import put_inside
+from dmp.state.local_chunks import sharded_parameters
+from dmp.wrap import live_models as live
+
+
+def refuse_parts() -> None:
+    """From now on."""
+    for function in (dist.all_reduce, dist.broadcast, dist.reduce):
+        put_inside(function, _send)
+
+
+def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+    if isinstance(tensor, torch.Tensor) and (tensor.dim() == 2 or is_dtensor(tensor)):
+        name, env = _part_of(tensor)
+        if env is not None:
+            group = signature(own).bind(tensor, *args, **options).arguments.get("group")
+        if is_dtensor(tensor) or (env is not None and _have_other_parts(env, group)):
+            raise ShardError(
+                f"torch.distributed.{own.__name__} of {name}, or of its gradient: each rank has its own part of it, "
+                "and would mix it with others'. Leave it out: weights are the same on all ranks once the model is "
+                "wrapped (load_state_dict takes other values), and loss.backward() averages gradients"
+            )
+    return own(tensor, *args, **options)
+
+
+def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
+    """The name of what a tensor is the rank's part of, or the gradient of its part, and where that is cut, if it is."""
+    for model in live.models:
+        for name, parameter in model.named_parameters():
+            if any(each is not None and _is_the_same(tensor, each) for each in (parameter, parameter.grad)):
+                return repr(name), model.env if _is_cut(name, model) else None
+    return "a DTensor", None
+
+
+def _is_cut(name: str, model: Any) -> bool:
+    if name not in (sharded := sharded_parameters(model)):
+        return False
+    size = sharded[name][1].size()
+    return name not in model.plan or not is_replicated(model.plan[name].layout.shards(size, model.env), size)
+
+
+def _is_the_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it is the other one, or its `.data`."""
+    if tensor is other or is_dtensor(tensor) != is_dtensor(other):
+        return tensor is other
+    tensor, other = local_of(tensor), local_of(other)
+    alike = tensor.shape == other.shape and tensor.dtype == other.dtype
+    are_dense = tensor.layout == other.layout == torch.strided
+    return alike and are_dense and tensor.numel() > 0 and tensor.data_ptr() == other.data_ptr()
+
+
+def _have_other_parts(env: ShardingEnv, group: Any) -> bool:
+    """Whether ranks of a group have different parts of tables."""
+    mesh = [*range(env.size)] if env.device_mesh is None else env.device_mesh.mesh.flatten().tolist()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return len({env.table_rank_of(mesh.index(rank)) for rank in ranks if rank in mesh}) > 1

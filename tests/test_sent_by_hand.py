@@ -1,0 +1,83 @@
+"""Loops from before DDP, which average gradients or send weights by hand: nothing of parts is mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import all_reduce as imported_before
+from torch.distributed.tensor import DTensor
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, data_parallel, full_state_dict, row_wise
+from tests.ranks import mesh, run_ranks
+from tests.wrapped_net import TABLES, Net, batch, loss_of
+
+SENDS: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "gradient": lambda p: dist.all_reduce(p.grad),
+    "by name": lambda p: imported_before(p.grad.data),  # type: ignore[union-attr]
+    "weight": lambda p: dist.broadcast(p, 0),
+    "its data": lambda p: dist.broadcast(p.data, src=0),
+    "reduced": lambda p: dist.reduce(p.grad, 0, group=dist.group.WORLD),
+}
+
+
+def made(axes: str, layout: str) -> DistributedModelParallel:
+    names = tuple(axes.split("x"))
+    env = ShardingEnv.from_mesh(mesh((2,) * len(names), names))
+    layouts = dict.fromkeys(TABLES, row_wise() if layout == "cut" else data_parallel())
+    return DistributedModelParallel(Net(), env, plan=layouts)
+
+
+def refused(axes: str) -> list[str]:
+    model = made(axes, "cut")
+    loss_of(model, batch(model.env.rank)).backward()
+    before = full_state_dict(model)
+    told = []
+    for name, send in SENDS.items():
+        parts = [p for n, p in model.named_parameters() if n in TABLES or isinstance(p, DTensor)]
+        for parameter in parts:
+            with torch.no_grad(), pytest.raises(ShardError) as error:
+                send(parameter)
+            told.append(f"{name}: {error.value}")
+    after = full_state_dict(model)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    return told
+
+
+@pytest.mark.parametrize("axes", ["dp", "shard"])
+def test_parts_are_refused(axes: str) -> None:
+    """Equal parts were mixed in silence, others ended the process in gloo."""
+    for told in run_ranks(2, refused, axes):
+        assert len(told) == len(SENDS) * (3 if axes == "dp" else 7)
+        assert all("each rank has its own part of it" in text and "Leave it out" in text for text in told)
+        assert sum("'users.weight'" in text for text in told) == len(SENDS)
+
+
+def averaged(axes: str, layout: str, group: str) -> float:
+    model = made(axes, layout)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    within = model.env.axis_group(group) if group else None
+    loss_of(model, batch(model.env.rank)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, group=within, group_src=0)
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=within)
+            parameter.grad /= dist.get_world_size(within)
+    optimizer.step()
+    scores = torch.zeros(3, 3)
+    dist.all_reduce(scores)  # what is no part
+    plain = Net()
+    sum(loss_of(plain, batch(rank)) / model.env.size for rank in range(model.env.size)).backward()  # type: ignore[union-attr]
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    return max(float((p - plain.state_dict()[n]).abs().max()) for n, p in full_state_dict(model).items())
+
+
+def test_what_all_ranks_have_whole_may_be_averaged_once_more() -> None:
+    assert max(run_ranks(2, averaged, "dp", "copied", "")) < 1e-6
+
+
+def test_parts_may_be_averaged_among_those_that_have_the_same() -> None:
+    assert max(run_ranks(4, averaged, "replicatexdp", "cut", "replicate")) < 1e-6
