@@ -310,6 +310,30 @@ def test_what_is_run_in_each_branch() -> None:
     assert list(find_units(InEachBranch(), None)) == ["low.0", "low.1", "high.0", "high.1"]
 
 
+class EachWayOut(Branches):
+    """On each way that returns, as PEFT calls the model that it adapts; of the last, one only, and one by a method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 4:
+            if len(x) > 8:
+                raise ValueError("too many")
+            with torch.enable_grad():
+                return self.high(self.always(x))  # type: ignore[no-any-return]
+        if len(x) > 2:
+            return self._late(x)
+        out: torch.Tensor = self.always(self.low(x))
+        return out
+
+    def _late(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.always(x)
+        return out if len(x) > 3 else self.low(out)
+
+
+def test_what_is_run_on_each_way_out() -> None:
+    """What a low-rank adapter of PEFT is around was told to be gathered whole."""
+    assert list(find_units(EachWayOut(), None)) == ["always.0", "always.1"]
+
+
 @pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")
@@ -358,8 +382,10 @@ def test_what_is_no_unit_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from sharders.data_parallel.blocks import say_of_unsure
 
     with caplog.at_level(logging.WARNING, "dmp"):
-        say_of_unsure(InTurn(), ())
+        say_of_unsure(InTurn(), (), ())
+        say_of_unsure(Asked(), (), ["parts.0", "parts.1", "parts.2"])  # by the model's own plan
         assert not caplog.text
-        say_of_unsure(Asked(), ())
+        say_of_unsure(Asked(), (), ())
+        say_of_unsure(Branches(), (), ["always.0", "always.1"])
     assert "modules of 'parts' are gathered with what holds them" in caplog.text
-    assert "FSDPWrapper(units=['parts.*'])" in caplog.text
+    assert "FSDPWrapper(units=['parts.*'])" in caplog.text and "FSDPWrapper(units=['low.*'])" in caplog.text

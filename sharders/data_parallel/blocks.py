@@ -134,20 +134,21 @@ def _is_run_in_part(module: nn.Module, path: str) -> bool:
     return runs_a_part(cast("Any", type(module.get_submodule(around))), name, int(place))
 
 
-def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:
+def say_of_unsure(module: nn.Module, ignored: Collection[str], units: Collection[str]) -> None:
     """Which blocks are no units, and why."""
-    blocks = repeated_blocks(module, ignored)
+    blocks = {path: block for path, block in repeated_blocks(module, ignored).items() if path not in units}
     for path in blocks:
         if _is_run_in_part(module, path):
             _log.warning("%r is gathered with the root, not by itself: the model runs a part of it by itself too", path)
     for path, owner in units_in_turn(module, blocks)[1].items():
+        inside = {f"{block.rpartition('.')[0]}.*" for block in blocks if is_inside(block, path)}
         _log.warning(
             "the modules of %r are gathered with what holds them, not one at a time: the code of %s does not show that "
             "each is run at every forward, and where some rank runs others they would not fit together. If each is, "
-            "say FSDPWrapper(units=[%r])",
+            "say FSDPWrapper(units=%r)",
             path,
             owner.__name__,
-            f"{path}.*",
+            sorted(inside),
         )
 
 

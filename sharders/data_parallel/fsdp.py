@@ -212,7 +212,7 @@ class FSDPWrapper:
         managed = {name: p for name, p in dense.items() if dims[name] is not None}
         units = find_units(module, self.units, ignored)
         if self.units is None and env.rank == 0:
-            say_of_unsure(module, ignored)
+            say_of_unsure(module, ignored, units)
         if len({p.dtype for p in managed.values() if p.requires_grad}) > 1:
             units = split_by_dtype(units, module, managed)
         apply, options = self._apply(env)

@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 _ITSELF = ("forward", "__call__")
 _IS_THERE = re.compile(r"self\.\w+ is not None")
+_Of = Callable[[ast.stmt], set[str]]
 
 
 @cache
@@ -28,7 +29,7 @@ def runs_in_turn(owner: Any, name: str, place: int | None = None) -> bool:
     False where the code is not there to be read, where a call is in one branch of an `if` alone, or the loop may end
     early.
     """
-    return any(_does(_sure(function), lambda each: _calls_each(each, name, place)) for function in _functions(owner))
+    return _always(owner, lambda each: _calls_each(each, name, place))
 
 
 @cache
@@ -37,15 +38,14 @@ def is_optional(owner: Any, name: str) -> bool:
 
     False where it is not seen to be called at all: something else may, or a `forward` that was put in its place.
     """
-    functions = [*_functions(owner)]
-    anywhere = (node for function in functions for node in ast.walk(function))
+    anywhere = (node for function in _functions(owner) for node in ast.walk(function))
     own = {f"self.{name}"}
 
     def runs(each: ast.stmt) -> bool:
         return any(_calls(node, own) for node in _certain(each)) or _calls_each(each, name)
 
     is_called = any(_calls(node, own) for node in anywhere)
-    return is_called and not any(_does(_sure(function), runs) for function in functions)
+    return is_called and not _always(owner, runs)
 
 
 @cache
@@ -69,38 +69,48 @@ def runs_a_part(owner: Any, name: str, index: int) -> bool:
 
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
     """`forward`, and what it surely calls of the same class."""
-    own = owner.__mro__[: owner.__mro__.index(nn.Module)]
-    waiting, seen = ["forward"], set[str]()
-    while waiting:
-        name = waiting.pop()
-        function = None if name in seen else _written(own, name)
-        seen.add(name)
-        if function is None:
-            continue
-        yield function
-        waiting += [name.removeprefix("self.") for name in _called(_sure(function)) if name.startswith("self.")]
+    own = _classes(owner)
+    names = _done(own, "forward", lambda each: set(_own_calls(each)), {})
+    for name in ("forward", *sorted(names - {"forward"})):
+        if (function := _written(own, name)) is not None:
+            yield function
 
 
-def _called(statements: Iterable[ast.stmt]) -> set[str]:
-    """What these statements surely call, as code; of an `if` with an `else`, what both sides do."""
-    found = set[str]()
-    for each in statements:
-        if isinstance(each, ast.If):
-            found |= _called(_sure_of(each.body)) & _called(_sure_of(each.orelse))
-        else:
-            found |= {ast.unparse(node.func) for node in _certain(each) if isinstance(node, ast.Call)}
-    return found
+def _always(owner: type[nn.Module], what: Callable[[ast.stmt], bool]) -> bool:
+    """Whether each call of `forward` does it, by a statement of its own, or of a method that it calls."""
+    return bool(_done(_classes(owner), "forward", lambda each: {""} if what(each) else set(), {}))
 
 
-def _does(statements: Iterable[ast.stmt], what: Callable[[ast.stmt], bool]) -> bool:
-    """Whether one of these statements does it; of an `if` with an `else`, each side."""
-    for each in statements:
-        if isinstance(each, ast.If):
-            if all(_does(_sure_of(side), what) for side in (each.body, each.orelse)):
-                return True
-        elif what(each):
-            return True
-    return False
+def _classes(owner: type[nn.Module]) -> tuple[type, ...]:
+    return owner.__mro__[: owner.__mro__.index(nn.Module)]
+
+
+def _done(own: tuple[type, ...], name: str, of: _Of, known: dict[str, set[str]]) -> set[str]:
+    """What each call of a method does, of what statements do, whichever way it takes; nothing where its code is not
+    there to be read."""
+    if name in known:
+        return known[name]
+    known[name] = set()  # of a method that calls itself: what it does besides
+    function = _written(own, name)
+    if function is not None:
+
+        def each(statement: ast.stmt) -> set[str]:
+            return of(statement).union(*(_done(own, called, of, known) for called in _own_calls(statement)))
+
+        returned, behind = _ways(function.body, each, _left_out(function), set())
+        known[name] = _both(returned, behind) or set()
+    return known[name]
+
+
+def _own_calls(statement: ast.stmt) -> Iterator[str]:
+    """Calls of methods of the same object that a statement surely makes, by name."""
+    for node in _certain(statement):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "self"
+        ):
+            yield node.func.attr
 
 
 @cache
@@ -118,36 +128,59 @@ def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 
 
-def _sure(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """Statements that are in no branch, nor behind one that may return; of a loop, it alone, and so of an `if` with an
-    `else`.
-
-    What is computed where an argument was not given, as encoders' outputs are, is in no branch: ranks call alike. Nor
-    is what is where the model has something (`if self.head is not None`): their models are alike.
-    """
+def _left_out(function: ast.FunctionDef) -> Set[str]:
+    """Arguments that are None where they are not given."""
     args = [*function.args.posonlyargs, *function.args.args]
     with_default = [*zip(args[len(args) - len(function.args.defaults) :], function.args.defaults, strict=True)]
     with_default += [
         (arg, value) for arg, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if value
     ]
-    return _sure_of(function.body, {arg.arg for arg, value in with_default if ast.unparse(value) == "None"})
+    return {arg.arg for arg, value in with_default if ast.unparse(value) == "None"}
 
 
-def _sure_of(body: list[ast.stmt], optional: Set[str] = frozenset()) -> Iterator[ast.stmt]:
+def _ways(body: list[ast.stmt], of: _Of, left_out: Set[str], done: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    """What is done on all ways that return inside of these statements, and on all that come out behind them; None
+    where there is no such way.
+
+    What is computed where an argument was not given, as encoders' outputs are, is on every way: ranks call alike. So
+    is what is where the model has something (`if self.head is not None`): their models are alike, and where one
+    returns, all do.
+    """
+    returned: set[str] | None = None
     for statement in body:
         if isinstance(statement, ast.With):
-            yield from _sure_of(statement.body, optional)
+            inside, behind = _ways(statement.body, of, left_out, done)
         elif isinstance(statement, ast.If):
             left, is_none, right = ast.unparse(statement.test).rpartition(" is None")
-            if (is_none and not right and left in optional) or _IS_THERE.fullmatch(ast.unparse(statement.test)):
-                yield from _sure_of(statement.body, optional)
-                continue  # where one returns, all do
-            if statement.orelse:
-                yield statement
-        elif not isinstance(statement, (ast.While, ast.Try)):
-            yield statement
-        if not isinstance(statement, ast.FunctionDef) and any(isinstance(x, ast.Return) for x in ast.walk(statement)):
-            return
+            inside, behind = _ways(statement.body, of, left_out, done)
+            if (is_none and not right and left in left_out) or _IS_THERE.fullmatch(ast.unparse(statement.test)):
+                inside, behind = None, done | (_both(inside, behind) or set())
+            else:
+                also_inside, also_behind = _ways(statement.orelse, of, set(), done)
+                inside, behind = _both(inside, also_inside), _both(behind, also_behind)
+        else:
+            behind = done if isinstance(statement, (ast.While, ast.Try)) else done | of(statement)
+            inside = done if _may_return(statement) else None
+            if isinstance(statement, ast.Return):
+                inside, behind = behind, None
+            elif isinstance(statement, ast.Raise):
+                behind = None
+        returned = _both(returned, inside)
+        if behind is None:
+            return returned, None
+        done = behind
+    return returned, done
+
+
+def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
+    """What is done on ways of two kinds, each of which may not be there."""
+    return other if one is None else one if other is None else one & other
+
+
+def _may_return(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    return any(isinstance(node, ast.Return) for node in ast.walk(statement))
 
 
 def _calls_each(statement: ast.stmt, name: str, place: int | None = None) -> bool:
