@@ -28,6 +28,14 @@ class Adapted(nn.Module):
             result = result + self.lora_B[name](down(x)) * 2.0
         return result
 
+    def merge(self, name: str) -> None:
+        """As PEFT does, by a method that is told the adapter."""
+        self.base_layer.weight.data += self.product(name)
+
+    def product(self, name: str) -> torch.Tensor:
+        product: torch.Tensor = self.lora_B[name].weight @ self.lora_A[name].weight
+        return product.detach() * 2.0
+
 
 def adapted(
     model: nn.Module,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from sharders.tensor_parallel.structure.adapters import base_of, in_place, split
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.adapted import Adapted, adapted
 from tests.ranks import run_ranks
-from tests.test_tensor_parallel import check_training
+from tests.test_tensor_parallel import build, check_training, split, whole
 from tests.transformers_zoo import Llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of outputs that a hook makes local
@@ -23,6 +25,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 def test_training_equals_one_process(mesh: tuple[tuple[int, ...], tuple[str, ...]]) -> None:
     shape, names = mesh
     run_ranks(2 if shape == (2,) else 4, check_training, "adapted", shape, names)
+
+
+def merges() -> None:
+    reference = build("adapted")
+    model = copy.deepcopy(reference)
+    split(model, (2,), ("tp",))
+    for each in (reference, model):
+        for module in each.modules():
+            if isinstance(module, Adapted):
+                module.merge("default")
+    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_they_are_merged() -> None:
+    """One of a pair is split, the other whole, and was a plain tensor in a method that is told the adapter's name."""
+    run_ranks(2, merges)
 
 
 def test_each_pair_is_split_where_its_linear_is() -> None:

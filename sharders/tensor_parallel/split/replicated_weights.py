@@ -6,8 +6,9 @@ forward should have to know. The module that owns it gets a subclass of its clas
 While the model's own code runs that reads the local tensor, and the gradient arrives at the DTensor as a DTensor; for
 everybody else (who makes an optimizer, freezes, compares) it is the parameter. The model's own code is: `forward` of
 the owner and of every module around it, their methods that are given something to compute with (`encode(x)`, not
-`freeze()`), and what is computed again in the backward pass. Under FSDP2 the same holds of the weight that is gathered
-for the forward; its sharded form, on a larger mesh, reads as what it is.
+`freeze()`, nor `merge("adapter")`, which names a part of the module), and what is computed again in the backward pass.
+Under FSDP2 the same holds of the weight that is gathered for the forward; its sharded form, on a larger mesh, reads as
+what it is.
 
 Where a weight is used on a part of the activations only (a chunk of the sequence, some of the heads), its gradients on
 the ranks are parts of a sum: reading it through `redistribute` has torch sum them in the backward pass, one all-reduce
@@ -160,6 +161,8 @@ def _model_code(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _running.code:
             return method(*args, **kwargs)
+        if method.__name__ != "forward" and _is_told_names(*args, **kwargs):
+            return method(*args, **kwargs)
         _running.code = True
         try:
             return method(*args, **kwargs)
@@ -167,6 +170,16 @@ def _model_code(method: Callable[..., Any]) -> Callable[..., Any]:
             _running.code = False
 
     return run
+
+
+def _is_told_names(module: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether a method is given names of the module's own parts alone: what it computes is of weights."""
+    given = (*args, *kwargs.values())
+    return bool(given) and all(isinstance(each, str) and _has_part(module, each) for each in given)
+
+
+def _has_part(module: nn.Module, name: str) -> bool:
+    return any(name in each._modules or name in each._parameters for each in (module, *module.children()))
 
 
 def _is_read_by_model() -> bool:
