@@ -162,3 +162,39 @@ def encodes_as_one_process(mesh: str) -> None:
 @pytest.mark.sampled(2)
 def test_torch_s_encoder_trains_as_one_process(mesh: str) -> None:
     run_ranks(4 if "x" in mesh else 2, encodes_as_one_process, mesh)
+
+
+class Asking(nn.Module):
+    """A block that asks for a mask, and for what may be None, as those of torchaudio's Conformer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor, pad_mask: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.mlp(x)
+        y = self.norm(x) if bias is None else self.norm(x) + bias
+        out: torch.Tensor = x + self.attention(y, y, y, pad_mask, need_weights=False)[0]
+        return out
+
+
+class OfLengths(nn.Module):
+    """Takes what nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asking() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        pad = torch.arange(x.shape[1]) >= lengths[:, None]
+        for block in self.blocks:
+            x = block(x, pad, None)
+        return x
+
+
+def test_blocks_that_ask_for_a_mask_are_proved_without() -> None:
+    """Their attentions stayed whole."""
+    found = TensorParallelSharder().place(OfLengths(), {}, ShardingEnv.abstract((2,), ("tp",)))
+    assert "blocks.1.attention.in_proj_weight" in found.layouts and "blocks.1.mlp.0.weight" in found.layouts
+    assert any(n.startswith("blocks.0: verified by a dry run with hidden states") for n in found.notes)

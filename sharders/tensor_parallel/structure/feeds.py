@@ -8,6 +8,7 @@ model keeps it as an attribute of a usual name.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -31,6 +32,7 @@ _MOST = 1024
 """Patches or positions; a proof on more takes longer than it is worth, where one of each block is left."""
 _FEW = 8
 """Patches along a side, or positions of a sound, where the model does not say."""
+_TAKES_NONE = re.compile(r"\bOptional\[|\bNone\b")
 _MORE = 4
 """Times as long are sounds without a dim of channels, of which models hide ten positions and more while they train."""
 
@@ -46,13 +48,14 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     length, width = sequence_length(size), copies.transformer.width
     dtype = next((p.dtype for p in copies.model.parameters() if p.is_floating_point()), torch.float32)
     ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
+    none = _left_none(copies.model)
     for kind, shape in _shapes_of_data(copies.model):
         data = torch.zeros((BATCH, *shape), dtype=dtype, device="meta")
-        yield Feed(f"{kind} {tuple(data.shape)}", (data,), of_data=True)
+        yield Feed(f"{kind} {tuple(data.shape)}", (data,), fixed=none, of_data=True)
         if kind == "sounds":
             name = f"{kind} {tuple(data.shape)} and decoder_input_ids {tuple(ids.shape)}"
             yield Feed(name, (data,), {"decoder_input_ids": ids}, of_data=True)
-    yield Feed(f"ids {tuple(ids.shape)}", (ids,))
+    yield Feed(f"ids {tuple(ids.shape)}", (ids,), fixed=none)
     # A mask of four dimensions is taken as it is by Hugging Face's models, which look into one they make themselves.
     mask = torch.ones((BATCH, 1, length, length), dtype=torch.bool, device="meta")
     yield Feed(f"input_ids {tuple(ids.shape)}", (), {"input_ids": ids, "attention_mask": mask})
@@ -62,11 +65,21 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
         yield Feed(f"input_ids {tuple(ids.shape)} and images {(BATCH, *shape)}", (), kwargs, of_data=True)
     hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
     second = list(_with_second(copies, hidden))
-    alone = [Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))]
+    alone = [Feed(f"hidden states {tuple(hidden.shape)}", (hidden,), fixed=none)]
     yield from (*second, *alone) if _attends_to_two(copies) else (*alone, *second)
     rows = torch.zeros((BATCH, 3, length, width), dtype=dtype, device="meta")  # of windows, or aligned sequences
-    yield Feed(f"hidden states {tuple(rows.shape)}", (rows,))
+    yield Feed(f"hidden states {tuple(rows.shape)}", (rows,), fixed=none)
     yield from _packed(copies, length, dtype)
+
+
+def _left_none(model: nn.Module) -> dict[str, None]:
+    """Inputs behind the first that a `forward` asks for and takes None for: masks, and what is annotated so."""
+    try:
+        _, *others = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # of what has no signature nobody knows, nor takes one without inputs any
+        return {}
+    asked = (p for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return {p.name: None for p in asked if "mask" in p.name or _TAKES_NONE.search(str(p.annotation))}
 
 
 def _attends_to_two(copies: MetaCopies) -> bool:
