@@ -175,3 +175,62 @@ def parts_unseen() -> None:
 def test_gradients_that_part_under_a_plan_that_is_not_proved_are_told() -> None:
     """Copies of such a weight parted in silence."""
     run_ranks(2, parts_unseen)
+
+
+class Annotated(nn.Module):
+    """An attention whose number of heads is `h`; -1 hides a wrong one from shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.d_k = HEADS, WIDTH // HEADS
+        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, query: torch.Tensor, other: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q = self.linear_q(query).view(query.size(0), -1, self.h, self.d_k).transpose(1, 2)
+        k, v = (each(other).view(len(other), -1, self.h, self.d_k) for each in (self.linear_k, self.linear_v))
+        scores = q @ k.permute(0, 2, 3, 1) / self.d_k**0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None] == 0, -1e9)
+        found = scores.softmax(-1) @ v.transpose(1, 2)
+        out: torch.Tensor = self.linear_out(found.transpose(1, 2).reshape(len(query), -1, self.h * self.d_k))
+        return out
+
+
+class Decoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.src_attn = Annotated(), Annotated()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH))
+
+    def forward(self, x: torch.Tensor, mask: Any, memory: torch.Tensor, memory_mask: Any) -> torch.Tensor:
+        x = x + self.self_attn(x, x, mask)
+        x = x + self.src_attn(x, memory, memory_mask)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class Unguessed(Decoding):
+    """Asks for what nobody can guess."""
+
+    def forward(self, x: torch.Tensor, step: Any, memory: torch.Tensor, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, step["mask"], memory, other)
+
+
+class Decoder(nn.Module):
+    def __init__(self, kind: type[Decoding]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(len(x), x.shape[1], x.shape[1]).tril()
+        for layer in self.layers:
+            x = layer(x, {"mask": mask} if isinstance(layer, Unguessed) else mask, memory, None)
+        return x[:, : int(lengths.max())]
+
+
+@pytest.mark.parametrize("kind", [Decoding, Unguessed])
+def test_heads_by_another_name_are_divided(kind: type[Decoding]) -> None:
+    """ESPnet's decoder raised in the first step: its number of heads is not of a usual name."""
+    found = TensorParallelSharder().place(Decoder(kind), {}, TP)
+    assert found is not None and len(found.divided) == 4 and set(found.divided.values()) == {HEADS // 2}
+    assert "layers.1.src_attn.linear_out.weight" in found.layouts
+    assert any(note.startswith("layers.0: verified by a dry run") for note in found.notes) == (kind is Decoding)

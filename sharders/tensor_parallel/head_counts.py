@@ -298,14 +298,22 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 continue
             counts = {**dict.fromkeys(HEADS, heads.query), **dict.fromkeys(KV_HEADS, heads.key_value)}
             outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
-            for name, module in in_place(model.get_submodule(outer)):
+            every = [*in_place(model.get_submodule(outer))]
+            usual = {
+                prefix + key: count for key, count in counts.items() for prefix in ("", *(f"{c}." for c in CONFIGS))
+            }
+            is_named = any(number_of(m, key) == count for _, m in every for key, count in usual.items())
+            for name, module in every:
                 if features_of(module) is not None or is_joint_attention(module):
                     continue
+                kind: Any = type(module)
                 for attribute, value in vars(module).items():
                     if type(value) is not int or (attribute in HEAD_DIM and value == heads.size):
                         continue
                     is_local = attribute in LOCAL_HEADS and value in counts.values()
                     is_count = is_local or counts.get(attribute) == value
+                    if not is_named and value in counts.values():  # under another name, as `h`
+                        is_count = is_count or _is_in_source(kind, attribute, _SPLITS)
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield Attribute(join_name(outer, name), attribute, value, is_count, down)
                 held = (
@@ -314,7 +322,6 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 for holder, axis, count in held:
                     if type(count) is int and count in counts.values():
                         yield Attribute(join_name(outer, name), f"{holder}.{axis}", count, True, down)
-                kind: Any = type(module)
                 of_config = ((f"{c}.{attribute}", count) for c in CONFIGS for attribute, count in counts.items())
                 for attribute, count in of_config:
                     if number_of(module, attribute) == count and _is_in_source(kind, attribute):
@@ -355,6 +362,9 @@ def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Itera
 
 _JOINS = r"((view|reshape)\([^()]*|(size\(\)|shape)\[:-\d\] *\+ *[(\[][^()]*)"
 """Where heads are joined: at once, or by a shape written before, `x.size()[:-2] + (self.all_head_size,)`."""
+
+_SPLITS = r"(view|reshape|unflatten)\((?:[^()]|\([^()]*\))*"
+"""Where heads are split."""
 
 
 def _is_used(cls: Any, attribute: Attribute) -> bool:

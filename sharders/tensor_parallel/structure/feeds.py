@@ -24,7 +24,7 @@ from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.transformer import CONFIGS, IMAGE_SIZES, outward
 
 BATCH = 2
-SECOND = ("encoder_hidden_states", "key_value_states", "context")
+SECOND = ("encoder_hidden_states", "key_value_states", "context", "memory")
 VECTORS = ("temb",)
 """Names of inputs: a second sequence's hidden states, and a vector of the hidden size for each sample."""
 _SOUND_POSITIONS = ("max_source_positions",)
@@ -108,7 +108,8 @@ def _with_second(copies: MetaCopies, hidden: torch.Tensor) -> Iterator[Feed]:
         kwargs = {name: hidden.new_zeros((batch, length + 2, of_second))}
         vector = {v: hidden.new_zeros((batch, width)) for v in VECTORS if v in names}
         shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in (kwargs | vector).items())
-        yield Feed(f"hidden states {tuple(hidden.shape)} and {shapes}", (hidden,), kwargs | vector)
+        none = _left_none(copies.model)
+        yield Feed(f"hidden states {tuple(hidden.shape)} and {shapes}", (hidden,), kwargs | vector, none)
 
 
 def _widths_of_second(copies: MetaCopies) -> list[int]:
