@@ -363,7 +363,7 @@ def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Itera
 _JOINS = r"((view|reshape)\([^()]*|(size\(\)|shape)\[:-\d\] *\+ *[(\[][^()]*)"
 """Where heads are joined: at once, or by a shape written before, `x.size()[:-2] + (self.all_head_size,)`."""
 
-_SPLITS = r"(view|reshape|unflatten)\((?:[^()]|\([^()]*\))*"
+_SPLITS = r"(view|reshape|unflatten|rearrange)\((?:[^()]|\([^()]*\))*"
 """Where heads are split."""
 
 
