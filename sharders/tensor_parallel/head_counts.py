@@ -299,10 +299,6 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
             counts = {**dict.fromkeys(HEADS, heads.query), **dict.fromkeys(KV_HEADS, heads.key_value)}
             outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
             every = [*in_place(model.get_submodule(outer))]
-            usual = {
-                prefix + key: count for key, count in counts.items() for prefix in ("", *(f"{c}." for c in CONFIGS))
-            }
-            is_named = any(number_of(m, key) == count for _, m in every for key, count in usual.items())
             for name, module in every:
                 if features_of(module) is not None or is_joint_attention(module):
                     continue
@@ -312,8 +308,8 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                         continue
                     is_local = attribute in LOCAL_HEADS and value in counts.values()
                     is_count = is_local or counts.get(attribute) == value
-                    if not is_named and value in counts.values():  # under another name, as `h`
-                        is_count = is_count or _is_in_source(kind, attribute, _SPLITS)
+                    if not is_count and value in counts.values() and _is_in_source(kind, attribute, _SPLITS):
+                        is_count = not any(_is_named(m, counts) for _, m in every)  # under another name, as `h`
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield Attribute(join_name(outer, name), attribute, value, is_count, down)
                 held = (
@@ -326,6 +322,12 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 for attribute, count in of_config:
                     if number_of(module, attribute) == count and _is_in_source(kind, attribute):
                         yield Attribute(join_name(outer, name), attribute, count, True, down)
+
+
+def _is_named(module: nn.Module, counts: Mapping[str, int]) -> bool:
+    """Whether it, or its configuration, has one of these numbers under its usual name."""
+    prefixes = ("", *(f"{c}." for c in CONFIGS))
+    return any(number_of(module, prefix + name) == count for name, count in counts.items() for prefix in prefixes)
 
 
 def _widths_read(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute]:
