@@ -196,6 +196,23 @@ class Annotated(nn.Module):
         return out
 
 
+def rearrange(x: torch.Tensor, pattern: str, h: int) -> torch.Tensor:
+    """einops' one, of the one pattern here: it takes the size of a head from the tensor."""
+    assert pattern == "b n (h d) -> b h n d"
+    return x.reshape(*x.shape[:2], h, -1).transpose(1, 2)
+
+
+class Rearranged(Annotated):
+    """Of heads of half the size on each rank the numbers were wrong, in silence."""
+
+    def forward(self, query: torch.Tensor, other: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q = rearrange(self.linear_q(query), "b n (h d) -> b h n d", h=self.h)
+        k, v = (rearrange(each(other), "b n (h d) -> b h n d", h=self.h) for each in (self.linear_k, self.linear_v))
+        found = scaled_dot_product_attention(q, k, v)
+        out: torch.Tensor = self.linear_out(found.transpose(1, 2).flatten(2))
+        return out
+
+
 class Decoding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +232,12 @@ class Unguessed(Decoding):
         return super().forward(x, step["mask"], memory, other)
 
 
+class InSilence(Unguessed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.src_attn = Rearranged(), Rearranged()
+
+
 class Decoder(nn.Module):
     def __init__(self, kind: type[Decoding]) -> None:
         super().__init__()
@@ -227,7 +250,7 @@ class Decoder(nn.Module):
         return x[:, : int(lengths.max())]
 
 
-@pytest.mark.parametrize("kind", [Decoding, Unguessed])
+@pytest.mark.parametrize("kind", [Decoding, Unguessed, InSilence])
 def test_heads_by_another_name_are_divided(kind: type[Decoding]) -> None:
     """ESPnet's decoder raised in the first step: its number of heads is not of a usual name."""
     found = TensorParallelSharder().place(Decoder(kind), {}, TP)
