@@ -197,3 +197,20 @@ def joined() -> list[torch.Tensor]:
 def test_ranks_that_join() -> None:
     first, second = run_ranks(2, joined)
     assert all(map(torch.equal, first, second))
+
+
+def of_one_rank() -> bool:
+    env = ShardingEnv.from_mesh(mesh((1,), ("shard",)))
+    model = DistributedModelParallel(Net(False), env)
+    before = full_state_dict(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ids_of(model)).sum().backward()
+        optimizer.step()
+    return not torch.equal(before["table.weight"], full_state_dict(model)["table.weight"])
+
+
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    """Of a split model without tables the first forward raised there."""
+    assert run_ranks(1, of_one_rank) == [True]

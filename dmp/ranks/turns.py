@@ -27,12 +27,13 @@ _KEPT = 1 << 14  # turns whose followers are known: a program that wraps one mod
 
 @contextmanager
 def take_turn(
-    what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pass: bool = False, advice: str = ""
+    what: str, group: dist.ProcessGroup | None, *, detail: str = "", ends_pass: bool = False, advice: str = ""
 ) -> Iterator[None]:
     """Around what all ranks of a group begin next, once that is known.
 
     Args:
         what: the same text on all ranks, and for messages: `gathering the weights of 'layers.0'`.
+        group: None for this process alone.
         detail: of a step of an optimizer: the same and how it is made, which may change from one to the next. Where it
             has, ranks compare that while they go on, and hear of it in the next pass, or before the next step.
         ends_pass: a backward pass, of which programs run several before a step.
@@ -41,6 +42,9 @@ def take_turn(
     Raises:
         RanksError: on every rank: they do not; or, the last step was made in other ways.
     """
+    if group is None:
+        yield
+        return
     sequence = call_log.sequence_of(group)
     before = sequence.turn
     expected, was = sequence.follows.get(before), sequence.details.get(before, "")
