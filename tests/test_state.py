@@ -358,6 +358,31 @@ def save_badly(path: str) -> None:
     save_checkpoint(path, model, extra=object() if dist.get_rank() == 0 else None)
 
 
+def saves_parts(path: str) -> list[str]:
+    """What a save says of averages of weights, and of an optimizer's state, in `extra`; of what is whole it says
+    nothing."""
+    model = build("mixed", "none", (2,), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    said = []
+    for extra in ({"ema": averages}, {"of": {f"module.{n}": v for n, v in averages.items()}}, [optimizer.state_dict()]):
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(path, model, extra=extra)
+        said.append(str(error.value))
+    save_checkpoint(path, model, extra={"ema": full_state_dict(model)})
+    return said
+
+
+def test_a_rank_s_part_in_extra_is_refused(tmp_path: Path) -> None:
+    """Of averages rank 0's rows were saved, in silence; over an optimizer's state the ranks parted."""
+    for said in run_ranks(2, saves_parts, str(tmp_path / "saved")):
+        for text, where in zip(said, ("extra['ema']['", "extra['of']['module.", "extra[0]['state']["), strict=True):
+            assert f"{where}" in text and "is rank 0's part" in text, text
+
+
 def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
     module, _ = save_plain(tmp_path / "saved")
     errors = run_ranks(2, save_badly, str(tmp_path / "saved"), expect=CheckpointError)

@@ -19,8 +19,11 @@ from dmp.checkpoint.targets.native import Content, small_files, write_folder
 from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
+from dmp.nested import map_nested
+from dmp.places import is_dtensor
 from dmp.ranks import fail_together
 from dmp.state.find_wrapped import joint_plan
+from dmp.state.local_chunks import sharded_parameters
 from dmp.state.optimizer_state import column_widths, owned_states, param_groups
 
 
@@ -56,12 +59,38 @@ def collect(
     }
     if env.rank != 0:
         return Content(tensors, {})
+    if env.size > 1:
+        _refuse_parts(extra, model)
     about = {
         "saved_ns": saved_ns,
         "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
         "column_widths": column_widths(model, owned),
     }
     return Content(tensors, small_files(about, joint_plan(model), _pack(objects)))
+
+
+def _refuse_parts(extra: Any, model: nn.Module) -> None:
+    """`extra` is rank 0's: of what is split it would keep that rank's part, and nobody would miss the rest until then.
+
+    Raises:
+        CheckpointError: a tensor that is split; or, under the name of a table, one of the shape of rank 0's part of it.
+    """
+    held = sharded_parameters(model)
+    parts = {name: p.shape for name, (p, chunked) in held.items() if p.shape != chunked.shape}
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        is_part = any(shape == value.shape and where.endswith((f"['{n}']", f".{n}']")) for n, shape in parts.items())
+        if is_part or isinstance(value, ChunkedTensor) or is_dtensor(value):
+            raise CheckpointError(
+                f"{where} is rank 0's part of a tensor that is split over the ranks, and so is all that would be saved "
+                "of it. Optimizers are saved by save_checkpoint(path, model, optimizer), averages of weights as a "
+                "model, AveragedModel(model) or a copy; full_state_dict(model) and "
+                "full_optimizer_state_dict(model, optimizer) give whole tensors"
+            )
+
+    map_nested(extra, check, "extra")
 
 
 def _pack(objects: dict[str, Any]) -> bytes:
