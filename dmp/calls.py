@@ -15,9 +15,10 @@ from functools import wraps
 from threading import Lock, current_thread, get_ident
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from dmp.errors import DmpError
+from dmp.errors import DmpError, ShardError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,11 +147,16 @@ def calls_of(module: nn.Module) -> list[Calls]:
     return [calls for m in module.modules() if (calls := vars(m).get("_calls"))]
 
 
-def alone(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def alone(what: str, *, at_rest: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function one of the calls of the models in its arguments.
+
+    Args:
+        at_rest: not inside a forward or backward, as hooks and handlers of signals are: a part of what the step changes
+            is changed then, and parameters are not where they are between steps.
 
     Raises:
         DmpError: another thread is in a call of one of them.
+        ShardError: one of them is not at rest.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -159,9 +165,22 @@ def alone(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
             with ExitStack() as stack:
                 for calls in dict.fromkeys(c for each in given for c in calls_of(each)):
+                    if at_rest:
+                        _check_at_rest(calls, what)
                     stack.enter_context(Call(calls, what))
                 return function(*args, **kwargs)
 
         return run
 
     return decorate
+
+
+def _check_at_rest(calls: Calls, what: str) -> None:
+    # Private: whether torch's engine is in a backward pass on this thread.
+    if calls.is_forward or torch._C._current_graph_task_id() != -1:
+        where = "forward" if calls.is_forward else "backward pass"
+        raise ShardError(
+            f"{what} was called inside the model's {where}, in the middle of a step: call it between two steps. Where "
+            "it is called by the handler of a signal, note the signal there, and have the loop ask all ranks for their "
+            "notes after each step (all_reduce)"
+        )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dmp
-from dmp import DmpError
+from dmp import DmpError, ShardError
 from dmp.calls import alone
 
 
@@ -79,6 +79,29 @@ def test_one_threads_calls_may_lie_in_each_other() -> None:
     model.module.emb.register_forward_hook(look)
     model(IDS).sum().backward()
     assert seen == [model.state_dict().keys()]
+
+
+AT_REST: dict[str, Callable[[Any, Path], Any]] = {
+    **{what: OTHERS[what] for what in ("save_checkpoint", "load_checkpoint")},
+    "full_optimizer_state_dict": lambda model, path: dmp.full_optimizer_state_dict(model),
+    "reshard": lambda model, path: model.reshard({"emb.weight": dmp.table_wise(0)}),
+}
+
+
+@pytest.mark.parametrize("what", AT_REST)
+def test_what_needs_a_model_at_rest_is_refused_inside_a_step(what: str, tmp_path: Path) -> None:
+    """As from a handler of a signal: an optimizer's parameters were not found inside a forward."""
+    model = wrapped()
+    dmp.save_checkpoint(tmp_path / "c", model)
+    inside = model.module.emb.register_forward_hook(lambda *_: AT_REST[what](model, tmp_path) and None)
+    with pytest.raises(ShardError, match=f"{what} was called inside the model's forward.*between two steps"):
+        model(IDS)
+    inside.remove()
+    out = model(IDS)
+    out.register_hook(lambda grad: AT_REST[what](model, tmp_path) and None)
+    with pytest.raises(ShardError, match=f"{what} was called inside the model's backward"):
+        out.sum().backward()
+    AT_REST[what](model, tmp_path)
 
 
 def test_an_error_ends_the_call() -> None:

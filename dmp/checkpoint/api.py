@@ -46,7 +46,7 @@ from dmp.state.find_wrapped import common_env, env_of
 from dmp.state.optimizer_state import told_of
 
 
-@alone("save_checkpoint")
+@alone("save_checkpoint", at_rest=True)
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -100,7 +100,7 @@ def save_checkpoint(
         return write_in_background(save) if asynchronous else save.run()
 
 
-@alone("load_checkpoint")
+@alone("load_checkpoint", at_rest=True)
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

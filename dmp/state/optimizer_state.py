@@ -94,7 +94,7 @@ class OwnedState:
         return chunk_views(value, self.parameter, self.chunked)
 
 
-@alone("full_optimizer_state_dict")
+@alone("full_optimizer_state_dict", at_rest=True)
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:

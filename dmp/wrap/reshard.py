@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -79,11 +78,7 @@ def reshard(made: Assembly, given: Any, path: str | None, optimizer: Any, calls:
     """
     env = made.env
 
-    def checked() -> tuple[ShardingPlan, list[Optimizer]]:
-        _check_at_rest(calls)
-        return next_plan(made, given, path), layers_of(optimizer)
-
-    plan, layers = _together(made, checked)
+    plan, layers = _together(made, lambda: (next_plan(made, given, path), layers_of(optimizer)))
     held = ", ".join(f"{type(layer).__name__} of {len(layer.param_groups)} groups" for layer in layers)
     facts = {"plan": plan.to_json(), "optimizers": held}
     check_agreement(facts, env, WHAT, "every rank must call model.reshard in the same way")
@@ -99,14 +94,6 @@ def reshard(made: Assembly, given: Any, path: str | None, optimizer: Any, calls:
 
 def _together(made: Assembly, step: Callable[[], Any]) -> Any:
     return fail_together(step, made.env.everyone, WHAT, kind=PlanError, as_it_is=True)
-
-
-def _check_at_rest(calls: Calls) -> None:
-    """Raise `ShardError` where the model is in the middle of something."""
-    # Private: whether torch's engine is in a backward pass on this thread.
-    if calls.is_forward or torch._C._current_graph_task_id() != -1:
-        where = "forward" if calls.is_forward else "backward pass"
-        raise ShardError(f"model.reshard was called inside the model's {where}, which goes on with the tables it has")
 
 
 def _beside(made: Assembly, layers: Sequence[Optimizer]) -> Beside:

@@ -144,7 +144,7 @@ class DistributedModelParallel(nn.Module):
                 self._hold(held)
                 raise
 
-    @alone("reshard")
+    @alone("reshard", at_rest=True)
     def reshard(
         self,
         plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | Any = None,
