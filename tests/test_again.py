@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, save_checkpoint
+from dmp.ranks import call_log
+from sharders.channel import over_group
+from sharders.shared_memory.memory_channel import MemoryChannel
 from tests.ranks import run_apart, run_ranks
 
 
@@ -88,3 +92,28 @@ def test_groups_that_a_program_makes_and_destroys() -> None:
     """Each is the one that its model is wrapped in, though its mesh equals that of the one before; nothing is left."""
     for _, second, *_, last in run_ranks(2, in_groups_of_ones_own):
         assert last[0] <= second[0] and last[1] <= second[1], (second, last)
+
+
+def without_a_name(path: str) -> list[bool]:
+    """Steps and saves in the background at once; whether exchanges of each kind have a group or channel of their own."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.PrefixStore("without a name", store), rank=rank, world_size=2)
+    assert dist.get_backend() == "undefined"
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    model = DistributedModelParallel(nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 1)), env)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+        optimizer.step()
+        saving = save_checkpoint(f"{path}/{step}", model, optimizer, asynchronous=True)
+    assert saving is not None
+    saving.wait()
+    own = {purpose for _, purpose in call_log.own_groups}
+    return [{"control", "background"} <= own, isinstance(over_group(env.table_group, "tables"), MemoryChannel)]
+
+
+def test_a_group_whose_backend_nobody_has_named(tmp_path: Path) -> None:
+    """`init_process_group()`, or a mesh that makes the group: saves in the background met the steps in one group of
+    gloo's, and both stood still."""
+    assert run_apart(2, without_a_name, str(tmp_path)) == [[True, True]] * 2

@@ -10,6 +10,7 @@ Which to use, in a call that all ranks of a group make together:
     `compare_facts`     what must be the same everywhere, as texts by name
     `gather_objects`    what may differ; `gather_words` for two integers, in a single exchange
     `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
+    `backend_of`        a group's backend, also where torch calls it undefined
     `is_alive`          whether the program has not destroyed a group
     `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
@@ -41,6 +42,7 @@ In reading order:
 from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
 from dmp.ranks.backward import around_backward
+from dmp.ranks.connections import backend_of
 from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
@@ -53,4 +55,4 @@ from dmp.ranks.watchdog import PeerLost
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
 __all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]
-__all__ += ["around_backward", "begin_pass", "is_alive", "note_left", "say_once"]
+__all__ += ["around_backward", "backend_of", "begin_pass", "is_alive", "note_left", "say_once"]

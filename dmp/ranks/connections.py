@@ -1,4 +1,5 @@
-"""gloo's connections of this process, found from outside: whether bytes still move, and an end to all of them.
+"""gloo's connections of this process, found from outside: whether bytes still move, and an end to all of them; and
+whether a group has any.
 
 torch offers no way to stop a gloo collective that waits: `abort` of its process group does nothing (2.13), and a
 thread that is inside cannot be interrupted. A connection that is shut ends what waits on it at once, on both sides.
@@ -18,8 +19,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 _FDS, _INFO = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 _BYTES_AT = 120  # of tcpi_bytes_acked, tcpi_bytes_received in Linux's tcp_info
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend of a group: gloo too where a program names none, or one for each kind of device, and all are gloo.
+
+    torch calls these "undefined" and "cpu:gloo". Of several it is the first that is not gloo.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    dist.get_backend(group)  # which says so, where the next does not
+    each = [part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")]
+    return next((backend for backend in each if backend != "gloo"), "gloo")
 
 
 def shut_all() -> int:

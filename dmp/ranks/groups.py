@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dmp.errors import RanksError
 from dmp.ranks import call_log, watchdog
+from dmp.ranks.connections import backend_of
 from dmp.ranks.entry import entry
 
 
@@ -34,7 +35,7 @@ def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
     the default group.
     """
     try:
-        backend, dog = dist.get_backend(group), watchdog.start()
+        backend, dog = backend_of(group), watchdog.start()
     except ValueError:
         raise RanksError(call_log.DESTROYED) from None
     is_control = purpose in _ON_THE_CPU
@@ -99,6 +100,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors must be that the group exchanges."""
-    if dist.get_backend(group) == "nccl":
+    if backend_of(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

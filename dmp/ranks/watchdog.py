@@ -42,7 +42,7 @@ from dmp.ranks.answers import (
     who_is_awaited,
     who_is_idle,
 )
-from dmp.ranks.connections import shut_all, traffic
+from dmp.ranks.connections import backend_of, shut_all, traffic
 from dmp.ranks.left import handled, left
 from dmp.ranks.stacks import line_of, place_of
 
@@ -82,7 +82,7 @@ class Watchdog:
         self._warned_of: Any = None
         # gloo connects every rank of the default group to every other, unless it is asked to wait until they speak.
         self._most_open = traffic().num_open
-        self._is_meshed = dist.get_backend(group) == "gloo" and self._most_open >= self.size - 1
+        self._is_meshed = backend_of(group) == "gloo" and self._most_open >= self.size - 1
         self._looked = threading.Condition()
         self._failure: Exception | None = None
         self._done = False
@@ -382,7 +382,7 @@ def start() -> Watchdog | None:
 def _started(world: dist.ProcessGroup) -> Watchdog | None:
     if _current and _current[0].group is world and _current[0]._pid == os.getpid():
         return _current[0]
-    if dist.get_world_size(world) == 1 or dist.get_backend(world) == "fake":
+    if dist.get_world_size(world) == 1 or backend_of(world) == "fake":
         return None
     # Private: the store that the group was made with; a clone has a connection, and a lock, of its own.
     default: Any = dist.distributed_c10d._get_default_store()

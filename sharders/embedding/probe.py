@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from dmp import Layout, ShardingEnv
+from dmp import Layout, ShardingEnv, ranks
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.engine import Engine
@@ -54,10 +54,11 @@ class Probe:
 def means(env: ShardingEnv) -> str:
     """What the data path uses here, in words: the kernel of float32 tables, and the channel between these ranks."""
     kernel = kernel_of(_Kernel(Probe(((4, 4),), (), 1, 1, "sgd"), env.device).lookup)
-    if env.table_size == 1:
+    group = env.table_group
+    if group is None or env.table_size == 1:
         return f"the {kernel} kernel"
-    is_shared = isinstance(over_group(env.table_group, "tables"), MemoryChannel)
-    through = "shared memory" if is_shared else f"connections of {dist.get_backend(env.table_group)}"
+    is_shared = isinstance(over_group(group, "tables"), MemoryChannel)
+    through = "shared memory" if is_shared else f"connections of {ranks.backend_of(group)}"
     return f"the {kernel} kernel, exchanges through {through}"
 
 

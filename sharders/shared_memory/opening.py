@@ -46,7 +46,7 @@ def memory_channel(group: dist.ProcessGroup, purpose: str, otherwise: Callable[[
     Raises:
         ShardError: it cannot be had, and one of the ranks forces it.
     """
-    if dist.get_backend(group) != "gloo":
+    if ranks.backend_of(group) != "gloo":
         return None
     what = f"opening shared memory for {purpose}"
     switch = os.environ.get(SWITCH, "")
