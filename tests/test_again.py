@@ -95,7 +95,7 @@ def test_groups_that_a_program_makes_and_destroys() -> None:
 
 
 def without_a_name(path: str) -> list[bool]:
-    """Steps and saves in the background at once; whether exchanges of each kind have a group or channel of their own."""
+    """Steps and saves in the background at once; whether exchanges of each kind have their own group or channel."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group(store=dist.PrefixStore("without a name", store), rank=rank, world_size=2)

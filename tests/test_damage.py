@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -148,15 +149,31 @@ def test_a_file_that_is_lost_between_the_check_and_the_read(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["checksums.json", "tensors.json", ".metadata", "dmp.json", "objects.pt", "plan.json", "__0_0.distcp"]
+    "name", ["checksums.json", "tensors.json", ".metadata", "dmp.json", "objects.pt", "plan.json", "*.distcp"]
 )
 def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     path, model = tmp_path / "saved", Model(1)
     save_checkpoint(path, Model())
-    (path / name).unlink()
+    gone = next(path.glob(name))
+    gone.unlink()
     before = flat(model, None)
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+    with pytest.raises(CheckpointError, match=re.escape(gone.name)):
         load_checkpoint(path, model)
+    assert equal(flat(model, None), before)
+
+
+def test_a_file_of_another_save_is_none_of_this_one(tmp_path: Path) -> None:
+    """Whole, and of the same tensors: it had the same name, and weights of two steps were loaded, in silence."""
+    paths, model = [tmp_path / "step-1", tmp_path / "step-2"], Model(1)
+    for seed, path in enumerate(paths):
+        save_checkpoint(path, Model(seed))
+    before = flat(model, None)
+    first, second = (sorted(file.name for file in path.glob("*.distcp")) for path in paths)
+    assert not set(first) & set(second)
+    (paths[0] / first[0]).unlink()
+    (paths[1] / second[0]).rename(paths[0] / second[0])
+    with pytest.raises(CheckpointError, match=f"{first[0]} is missing"):
+        load_checkpoint(paths[0], model)
     assert equal(flat(model, None), before)
 
 

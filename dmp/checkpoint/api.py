@@ -8,6 +8,7 @@ A folder of torch's distributed checkpoint, readable by `torch.distributed.check
     objects.pt            what is no tensor: extra, param groups by name, counters; read with `weights_only`
     tensors.json          what .metadata says, in JSON; see [Note: tensors.json] of tensors_json.py
     checksums.json        CRC-32 of the other small files; those of tensors lie beside them
+Names of files with tensors are of this save alone, see [Note: names] of writer.py.
 It is written beside the path as `.<name>.saving`, under a claim on the path (claim.py), `checksums.json` last, and
 renamed when every rank is done. Each tensor is stored in pieces of 16 MB at most, each by one of the ranks that hold
 it.

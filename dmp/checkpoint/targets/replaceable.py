@@ -20,7 +20,8 @@ from dmp.errors import CheckpointError
 from dmp.read_values import some
 
 _NAMES = re.compile(
-    r"dmp\.json|plan\.json|objects\.pt|checksums\.json|tensors\.json|(__\d+)?\.metadata(\.tmp)?|__\d+_\d+\.distcp"
+    r"dmp\.json|plan\.json|objects\.pt|checksums\.json|tensors\.json|(__\d+)?\.metadata(\.tmp)?"
+    r"|__\d+_([0-9a-f]{8}_)?\d+\.distcp"
 )
 
 
