@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, save_checkpoint
-from dmp.ranks import call_log
+from dmp.ranks import call_log, launch
 from sharders.channel import over_group
 from sharders.shared_memory.memory_channel import MemoryChannel
 from tests.ranks import run_apart, run_ranks
@@ -117,3 +118,41 @@ def test_a_group_whose_backend_nobody_has_named(tmp_path: Path) -> None:
     """`init_process_group()`, or a mesh that makes the group: saves in the background met the steps in one group of
     gloo's, and both stood still."""
     assert run_apart(2, without_a_name, str(tmp_path)) == [[True, True]] * 2
+
+
+def lives() -> list[int]:
+    """Processes that torchrun's agent has started again: how many addresses are in its store after each life."""
+    store, rank, found = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    if rank == 0:
+        of_agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("port", str(of_agent.port))
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.get("port").decode()}
+    for life in ("0", "1"):
+        dist.destroy_process_group()
+        given |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": life}
+        with mock.patch.dict(os.environ, given):
+            trains()
+        meet(store, f"life {life}")
+        if rank == 0:
+            found.append(sum("//cpu//" in key for key in of_agent.list_keys()))
+        meet(store, f"counted {life}")
+    return found
+
+
+def test_a_life_reads_no_addresses_of_the_one_before() -> None:
+    """torch does, by chance."""
+    first, second = run_apart(2, lives)[0]
+    assert second == 2 * first
+
+
+def test_restarts_in_one_store_are_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    told = {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with (
+        mock.patch.dict(os.environ, told),
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("dmp.ranks.launch.backend_of", return_value="gloo"),
+    ):
+        launch.join_launch(None)
+        launch.join_launch(None)
+    (said,) = (record.message for record in caplog.records)
+    assert "up to 3 times" in said and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said

@@ -25,8 +25,8 @@ _FDS, _INFO = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 _BYTES_AT = 120  # of tcpi_bytes_acked, tcpi_bytes_received in Linux's tcp_info
 
 
-def backend_of(group: dist.ProcessGroup) -> str:
-    """The backend of a group: gloo too where a program names none, or one for each kind of device, and all are gloo.
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """The backend of a group, None for the default one: gloo too where a program names none, or gloo for each device.
 
     torch calls these "undefined" and "cpu:gloo". Of several it is the first that is not gloo.
 
