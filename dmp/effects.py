@@ -40,6 +40,7 @@ For the whole process, once
 - `dmp/state/kinds.py: Optimizer.zero_grad =`: with `set_to_none=False` it takes no plain tensors beside DTensors
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
   that a launcher started and that has no group yet gets one, on the device of its rank
+- `dmp/checkpoint/background.py: dist.ProcessGroup.shutdown =`: `destroy_process_group` waits for the save that runs
 - `dmp/state/chunks_of_state.py: Optimizer.state_dict =`, `dmp/state/chunks_of_state.py: Optimizer.load_state_dict =`:
   chunks of tables are given and taken as chunks, which torch's checkpoint would take for the whole; so do TorchRec's
   keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, save_checkpoint
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, latest, save_checkpoint
 from dmp.ranks import call_log, launch
 from sharders.channel import over_group
 from sharders.shared_memory.memory_channel import MemoryChannel
@@ -118,6 +118,18 @@ def test_a_group_whose_backend_nobody_has_named(tmp_path: Path) -> None:
     """`init_process_group()`, or a mesh that makes the group: saves in the background met the steps in one group of
     gloo's, and both stood still."""
     assert run_apart(2, without_a_name, str(tmp_path)) == [[True, True]] * 2
+
+
+def ends_with_a_save_under_way(path: str) -> bool:
+    model = DistributedModelParallel(nn.Sequential(nn.EmbeddingBag(2000, 64), nn.Linear(64, 1)))
+    save_checkpoint(path, model, asynchronous=True)
+    dist.destroy_process_group()
+    return latest(os.path.dirname(path)) is not None
+
+
+def test_groups_end_after_the_save_that_runs(tmp_path: Path) -> None:
+    """It was lost, in silence, where a script had destroy_process_group() for its last line."""
+    assert run_apart(2, ends_with_a_save_under_way, str(tmp_path / "last")) == [True, True]
 
 
 def lives() -> list[int]:

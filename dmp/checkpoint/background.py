@@ -9,10 +9,12 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache, wraps
+
+import torch.distributed as dist
 
 from dmp.checkpoint.save import Save
 from dmp.chunked import ChunkedTensor
-from dmp.errors import CheckpointError
 from dmp.ranks import own_group
 
 _log = logging.getLogger("dmp")
@@ -52,6 +54,7 @@ def write_in_background(save: Save) -> PendingSave:
         The handle; errors of the save are raised by its `wait`, and said in the log.
     """
     group = None if save.group is None else own_group(save.group, "background", timedelta(hours=1))
+    _save_before_groups_end()
     content = save.content._replace(tensors={name: _staged(t) for name, t in save.content.tensors.items()})
     job = save._replace(content=content, group=group)
     hurry = threading.Event()
@@ -59,7 +62,7 @@ def write_in_background(save: Save) -> PendingSave:
     def run() -> None:
         try:
             job.run(hurry)
-        except CheckpointError as error:  # also for a program that never asks the handle
+        except Exception as error:  # also for a program that never asks the handle
             if save.rank == 0:
                 _log.error("a save in the background failed: %s", error)
             raise
@@ -87,5 +90,19 @@ _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", i
 def wait_for_pending() -> None:
     """One save at a time: their collectives must not mix. Its error is for its own handle."""
     if _pending:
-        with suppress(CheckpointError):
+        with suppress(Exception):
             _pending.pop().wait()
+
+
+@cache
+def _save_before_groups_end() -> None:
+    """`destroy_process_group` waits for the save that runs: it ends the connections of all groups, and a script whose
+    last line it is lost its last checkpoint. That function itself may be known by other names already."""
+    own = dist.ProcessGroup.shutdown
+
+    @wraps(own)
+    def shutdown(group: dist.ProcessGroup) -> None:
+        wait_for_pending()
+        own(group)
+
+    dist.ProcessGroup.shutdown = shutdown  # type: ignore[assignment, method-assign]
