@@ -68,7 +68,7 @@ def save_checkpoint(
         path: a folder that every rank sees.
         model: a `DistributedModelParallel`, or any module.
         optimizer: an ordinary optimizer over its parameters; state of in-backward optimizers is saved without it.
-        extra: rank 0's, any nest of dicts, lists, tuples, numbers, strings and tensors.
+        extra: rank 0's, any nest of dicts, lists, tuples, numbers, strings and whole tensors.
         asynchronous: return after copying the state; the copy is written in the background.
         keep_last: when the new checkpoint is in place, remove all but the newest so many in the folder that `path` lies
             in, and what saves that were cut short left there (see `keep_last`); None removes nothing.
@@ -78,6 +78,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank, with what failed where.
+        ShardError: it is called inside a forward or backward of the model, as by the handler of a signal.
     """
     target = path_of(path, "save_checkpoint")
     target = target.resolve() if target.name == ".." else target
