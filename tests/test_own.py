@@ -106,6 +106,14 @@ def test_what_is_not_ours_is_named_and_stays(kind: str, asynchronous: bool, tmp_
     assert tree(tmp_path) == before
 
 
+def test_below_a_file(tmp_path: Path) -> None:
+    """What came was "File exists"."""
+    put(tmp_path / "x")
+    for path in (tmp_path / "x" / "step-1", tmp_path / "x" / "run" / "step-1"):
+        with pytest.raises(CheckpointError, match=r"step-1 cannot be made: .*x is no folder"):
+            save_checkpoint(path, nn.Linear(2, 1))
+
+
 def save_on_strangers(folder: str) -> list[str]:
     """On each rank: what the saves to each of them say; then one to a path that is free."""
     model = DistributedModelParallel(nn.EmbeddingBag(8, 4))

@@ -153,6 +153,9 @@ def check_target(target: Path) -> None:
     """
     if not target.name:
         raise CheckpointError(f"{target} is no place for a checkpoint: give a path below it")
+    nearest = next(path for path in target.parents if path.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(f"{target} cannot be made: {nearest} is no folder")
     for path in (target, *(target.with_name(f".{target.name}.{state}") for state in ("saving", "replaced"))):
         refuse_strangers(path)
     with suppress(FileNotFoundError, NotADirectoryError):
