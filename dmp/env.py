@@ -91,13 +91,15 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, group: dist.ProcessGroup) -> ShardingEnv:
-        """Env of one shard axis over the ranks of `group`, whichever they are."""
+        """Env of one shard axis over the ranks of `group`, whichever they are.
+
+        It is on the accelerator for which the group has a backend that is not gloo, else on CPUs.
+        """
         if not isinstance(group, dist.ProcessGroup):
             is_left_out = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
             why = ": this process is not in the group" if is_left_out else ""
             raise ValueError(f"expected a torch.distributed ProcessGroup; got {type_name(group)}: {group!r}{why}")
-        device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        return cls.from_mesh(DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",)))
+        return _of_group(group)
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> ShardingEnv:
@@ -299,7 +301,7 @@ def env_of_torchrec(theirs: Any, device_type: str | None = None) -> ShardingEnv:
             "output_dtensor=True of TorchRec's env has no meaning here: tables are ChunkedTensors in state dicts"
         )
     if theirs.process_group is not None:
-        return ShardingEnv.from_process_group(theirs.process_group)
+        return _of_group(theirs.process_group, device_type)
     if (theirs.world_size, theirs.rank) == (1, 0):
         return ShardingEnv.single(device_type or "cpu")
     return ShardingEnv.from_local(theirs.world_size, theirs.rank)
@@ -310,8 +312,18 @@ def default_env(device_type: str | None = None) -> ShardingEnv:
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
         assert group is not None
-        return ShardingEnv.from_process_group(group)
+        return _of_group(group, device_type)
     return ShardingEnv.single(device_type or "cpu")
+
+
+def _of_group(group: dist.ProcessGroup, device_type: str | None = None) -> ShardingEnv:
+    """One shard axis; on CPUs where these are asked for and the group has a backend for them."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    is_there = accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo"
+    on_cpu = not is_there or (device_type == "cpu" and "cpu" in backends)
+    kind = "cpu" if on_cpu or accelerator is None else accelerator.type
+    return ShardingEnv.from_mesh(DeviceMesh.from_group(group, kind, mesh_dim_names=("dp",)))
 
 
 def _sets_of_axes(names: tuple[str, ...], roles: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmp import DistributedModelParallel, ShardingEnv, ShardingPlan, row_wise, table_wise
+from dmp.env import _of_group
 from dmp.ranks import watchdog
 from tests.ranks import mesh, run_ranks
 
@@ -317,3 +318,30 @@ def test_groups_are_those_of_the_living_process_group() -> None:
             model(torch.tensor([1, 2])).backward()
         finally:
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "wanted"),
+    [
+        ("cuda:nccl", None, "cuda"),
+        ("cpu:gloo,cuda:nccl", None, "cuda"),  # of a group whose backend nobody has named, too
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu"),
+        ("cpu:gloo", None, "cpu"),
+    ],
+)
+def test_the_device_of_a_group_is_that_of_its_backends(
+    config: str, asked: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def from_group(group: object, kind: str, **_: object) -> object:
+        found.append(kind)
+        raise StopIteration
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(DeviceMesh, "from_group", from_group)
+    with pytest.raises(StopIteration):
+        _of_group(None, asked)  # type: ignore[arg-type]
+    assert found == [wanted]
