@@ -7,12 +7,13 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import dmp
-from dmp import DistributedModelParallel, column_wise, data_parallel, row_wise, table_wise
-from sharders.embedding import part_gradient
+from dmp import DistributedModelParallel, column_wise, data_parallel, full_state_dict, row_wise, table_wise
+from sharders.embedding import seen_part
 from tests.ranks import run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import Net, batch, loss_of
@@ -57,7 +58,7 @@ def said_of_numbers(layouts: str) -> list[str]:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     wrong = []
     for name, number in NUMBERS.items():
-        part_gradient._said.clear()
+        seen_part._said.clear()
         with Said() as said:
             number(grads)
             number(grads)
@@ -80,7 +81,7 @@ def maximum_of_nothing() -> str:
 
 def test_a_rank_without_rows_is_told_why_there_is_no_maximum() -> None:
     found, told = run_ranks(2, maximum_of_nothing)
-    assert float(found) > 0 and told.startswith("max: this rank has no row of table 'more.weight'")
+    assert float(found) > 0 and told.startswith("max: this rank has no row of the gradient of table 'more.weight'")
 
 
 def test_a_number_of_a_parts_gradient_says_so_once() -> None:
@@ -106,7 +107,7 @@ def steps(name: str, plainly: bool) -> list[torch.Tensor]:
 
 
 def optimizers_that_differ() -> list[str]:
-    part_gradient._said.clear()
+    seen_part._said.clear()
     wrong = []
     with Said() as said:
         for name in OPTIMIZERS:
@@ -121,7 +122,7 @@ def test_optimizers_take_it_as_any_gradient() -> None:
 
 
 def beside_numbers() -> list[str]:
-    part_gradient._said.clear()
+    seen_part._said.clear()
     model = model_of("cut")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     with Said() as said:
@@ -142,3 +143,82 @@ def beside_numbers() -> list[str]:
 
 def test_clipping_scaling_copying_and_saving_say_nothing() -> None:
     assert run_ranks(2, beside_numbers) == [[], []]
+
+
+def first(weight: Any) -> None:
+    weight[0] = 0.0
+
+
+WRITES: dict[str, Callable[[Any, str], Any]] = {
+    "data": lambda m, n: first(getattr(m, n).weight.data),
+    "filled": lambda m, n: getattr(m, n).weight.data[0].fill_(0),
+    "some": lambda m, n: getattr(m, n).weight.data[1:3].mul_(0.5),
+    "by ids": lambda m, n: getattr(m, n).weight.detach().index_fill_(0, torch.tensor([1]), 0.0),
+    "gradient": lambda m, n: first(getattr(m, n).weight.grad),
+    "rows of the gradient": lambda m, n: getattr(m, n).weight.grad[torch.tensor([0, 2])].zero_(),
+    "copied": lambda m, n: getattr(m, n).weight.data[0, :].copy_(torch.ones(8)),
+}
+
+
+def written_by_number() -> None:
+    model = model_of("cut")
+    before = full_state_dict(model)
+    for name in ("users", "items"):
+        with torch.no_grad():
+            for write in WRITES.values():
+                with pytest.raises(dmp.ShardError, match=f"table '{name}.weight' by its number"):
+                    write(model.module, name)
+            with pytest.raises(dmp.ShardError, match=f"table '{name}.weight' by its number"):
+                getattr(model.module, name).weight[0] = 0.0
+    assert all(torch.equal(before[n], t) for n, t in full_state_dict(model).items())
+
+
+def test_a_row_is_not_written_by_its_number() -> None:
+    """The first row of each part was written, in silence."""
+    run_ranks(2, written_by_number)
+
+
+def written_as_a_whole() -> list[str]:
+    model, net = model_of("cut"), Net()
+    seen_part._said.clear()
+    with Said() as said, torch.no_grad():
+        for module in (model.module, net):
+            weight = module.users.weight
+            weight.data.mul_(2)
+            module.users.weight.data.clamp_(-1, 1)
+            module.users.weight.data[module.users.weight > 0.5] = 0.25
+            module.users.weight.data[:] += 1
+            module.users.weight.data = module.users.weight.data / 2
+            module.users.weight -= 0.5
+        assert type(model.module.users.weight) is torch.nn.Parameter
+        assert torch.equal(full_state_dict(model)["users.weight"], net.users.weight)
+        torch.manual_seed(1)
+        torch.nn.init.xavier_uniform_(model.module.users.weight.data)
+        drawn, number = full_state_dict(model)["users.weight"], float(torch.rand(()))
+        assert len(drawn.unique()) == drawn.numel() and drawn.abs().max() <= (6 / sum(drawn.shape)) ** 0.5
+    return [*(text for text in said.texts if "this rank's part" in text), str(number)]
+
+
+def test_what_is_done_to_each_element_outside_the_model_is_right() -> None:
+    (one, other) = run_ranks(2, written_as_a_whole)
+    assert one == other and len(one) == 1
+
+
+def read_by_number() -> list[str]:
+    model, told = model_of("cut"), []
+    for read in (
+        lambda: model.module.users.weight[1],
+        lambda: model.module.users.weight.data[:2],
+        lambda: model.module.users.weight.data.norm(),
+        lambda: model.module.users.weight.detach()[torch.tensor([0, 1])].mean(),
+    ):
+        seen_part._said.clear()
+        with Said() as said:
+            read()
+        told += said.texts
+    return told
+
+
+def test_a_row_that_is_read_by_its_number_is_said_to_be_of_the_part() -> None:
+    for told in run_ranks(2, read_by_number):
+        assert len(told) == 4 and all("of table 'users.weight' is of this rank's part of it" in text for text in told)

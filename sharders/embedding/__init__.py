@@ -20,7 +20,7 @@
 - `drawn_later`: what `torch.nn.init` draws in a table that is on a mesh
 - `same_form`: a table's weight is not parametrized, pruned or normed on its parts
 - `loss_terms`: terms of the loss over tables' own values, right on parts or refused
-- `part_gradient`: the gradient of a part, which says so where one number is made of it
+- `seen_part`: a part, or its gradient, outside the model: says so where one number is made of it, or a row by number
 - `among`: ranks that average what each reads of a table past its lookup
 - `placement`: slots: what is sent to whom, in which order
 - `peers`: who exchanges with whom on a mesh

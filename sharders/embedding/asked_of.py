@@ -53,6 +53,8 @@ def _asked_after(code: CodeType) -> Mapping[int, tuple[str, ...]]:
     return found
 
 
+_INDEXES = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3, "STORE_SUBSCR": 2, "STORE_SLICE": 3}
+"""How much of the stack lies from what is indexed on."""
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _ARE_NO_STEPS = frozenset(("EXTENDED_ARG", "CACHE", "NOP", "KW_NAMES"))
 _OF_ONE_NAME = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
@@ -85,7 +87,7 @@ def _what_takes(taker: dis.Instruction, above: int, called: Mapping[int, str]) -
     name = taker.opname
     if name.startswith(("CALL", "PRECALL")):
         return called.get(taker.offset, UNKNOWN)
-    operands = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}.get(name, 2 if taker.argrepr == "[]" else 0)
+    operands = _INDEXES.get(name, 2 if taker.argrepr == "[]" else 0)
     if operands:
         return INDEXED if operands == above else UNKNOWN
     if name.startswith(("BINARY_", "INPLACE_", "COMPARE_OP")):  # one operation for each operator, before Python 3.11

@@ -28,7 +28,7 @@ import torch
 from dmp import Shard, ShardError, ranks
 from sharders.embedding.among import Among
 from sharders.embedding.operations import is_pointwise, operations
-from sharders.embedding.part_gradient import hand_out
+from sharders.embedding.seen_part import hand_out
 
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
 

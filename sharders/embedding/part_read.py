@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dmp import Shard, ShardError
 from sharders.embedding.asked_of import INDEXED, UNKNOWN, asked_of, reader, self_of
 from sharders.embedding.drawn_later import carry_place
 from sharders.embedding.operations import is_pointwise, operations
+from sharders.embedding.seen_part import seen
 from sharders.embedding.unread_weight import ALLOWED, THE_SAME, Unread, name_of, nested
 
 _JOINS = frozenset(("cat", "concat", "stack", "vstack", "hstack"))
@@ -73,6 +75,10 @@ _OF_LEAVES = frozenset(
 """What only the parameter itself has, or nobody need watch."""
 
 
+_IS_SEEN = frozenset((INDEXED, *THE_SAME))
+"""What code outside the model does with a weight that `seen_part` is for."""
+
+
 class Part(torch.Tensor):
     """This rank's part of a table; see the top of the file."""
 
@@ -95,20 +101,18 @@ class Part(torch.Tensor):
         if torch.compiler.is_compiling():
             return parameter
         is_whole = tuple(parameter.shape) == size  # here, and not on others, which are refused what has gradients
-        if is_whole and not torch.is_grad_enabled():
-            return parameter
         frame = sys._getframe(2)
         asked = asked_of(frame)
+        if _IS_SEEN.issuperset(asked) and _is_outside(frame, holder):
+            return seen(parameter, lambda: f"table {table!r}")
+        if is_whole and not torch.is_grad_enabled():
+            return parameter
         is_of_sizes = all(what in ALLOWED or what in _SIZES for what in asked)
         needs_none = not _OF_LEAVES.isdisjoint(asked) or (is_of_sizes and _SIZES.isdisjoint(asked))
         if needs_none or (torch.is_grad_enabled() and asked == (UNKNOWN,)):
             return parameter
-        model, name = self_of(frame), f"{frame.f_globals.get('__name__')}."
-        if (
-            model is None
-            or name.startswith(("torch.", "dmp.", "sharders."))
-            or all(m is not holder for m in model.modules())
-        ):
+        model = self_of(frame)
+        if model is None or _is_of_libraries(frame) or all(m is not holder for m in model.modules()):
             return parameter
         if is_of_sizes:
             return Unread.of(parameter, size, table, "")
@@ -200,6 +204,17 @@ class Part(torch.Tensor):
         if is_number:
             return made.as_subclass(torch.Tensor)
         return made._as(self._table, self._cut, self._rows_are_whole, self._is_whole)
+
+
+def _is_outside(frame: FrameType, holder: nn.Module) -> bool:
+    """Whether a frame is of a program's code, and of no method of the model."""
+    model = self_of(frame)
+    is_own = model is not None and any(m is holder for m in model.modules())
+    return not is_own and not _is_of_libraries(frame)
+
+
+def _is_of_libraries(frame: FrameType) -> bool:
+    return f"{frame.f_globals.get('__name__')}.".startswith(("torch.", "dmp.", "sharders."))
 
 
 def _takes(what: str, model: nn.Module) -> bool:

@@ -1,10 +1,14 @@
-"""The gradient of this rank's part of a table, as code outside the model reads it: a number of it is not the table's.
+"""This rank's part of a table, or its gradient, as code outside the model sees it: never taken for the whole's.
 
 A loop that clips by hand, sharpens (SAM) or skips a step takes a norm, a sum or a maximum of every `.grad`. Of a dense
 weight that is the same on all ranks; of a part of a table each rank has its own, and what is scaled or skipped by it
-makes copies of the dense weights drift apart. So such a `.grad` says once what it is, where one number is made of it.
-It is worth no error: who only looks at it may. Optimizers work on each element, and get what a plain tensor gives them;
-those that do not are judged by themselves, see `dmp.wrap.optimizer_trial`.
+makes copies of the dense weights drift apart. So a part says once what it is, where one number is made of it or a row
+is read by its number: who only looks may go on. A row that is written by its number (`emb.weight.data[0] = 0` for
+padding) is an error: it would be another one on each rank. Optimizers get what a plain tensor gives them; those that do
+not work on each element are judged by themselves, see `dmp.wrap.optimizer_trial`.
+
+Of a weight it is what the attribute gives that is indexed, or copied without a gradient; a model's own method gets a
+`Part`, see `part_read`, and who lists parameters the parameter itself.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import Any
 import torch
 
 from dmp import ShardError
+from sharders.embedding.drawn_later import carry_place
 from sharders.embedding.operations import is_pointwise
-from sharders.embedding.unread_weight import name_of, nested
+from sharders.embedding.unread_weight import THE_SAME, name_of, nested
 
 _log = logging.getLogger("dmp")
 
@@ -32,33 +37,55 @@ _STAYS = frozenset(
 _IS_KEPT = ("clone", "zeros_like", "ones_like", "full_like", "empty_like")
 """What optimizers begin their state with, which is plain."""
 
+_BY_NUMBER = frozenset(
+    ("__getitem__", "__setitem__", "index_fill", "index_copy", "index_add", "index_put", "index_reduce", "scatter")
+    + ("scatter_add", "scatter_reduce", "index_select", "select", "narrow", "gather", "take")
+)
+
 _ADVICE = (
-    "torch.nn.utils.clip_grad_norm_ and get_total_norm, of all parameters or gradients, take the whole model's norm; "
-    "for other numbers put the ranks' together, or have the table with data_parallel() in the plan"
+    "torch.nn.utils.clip_grad_norm_ and get_total_norm, of all parameters or gradients, take the whole model's norm, "
+    "full_state_dict(model) gives whole tables; for other numbers put the ranks' together, or have the table with "
+    "data_parallel() in the plan"
 )
 
 
-class PartGradient(torch.Tensor):
-    """Of this rank's part of a table; see the top of the file."""
+class SeenPart(torch.Tensor):
+    """See the top of the file.
+
+    Attributes:
+        _table: what it is a part of, for messages.
+        _is_row: made by the number of a row.
+    """
 
     _table: Callable[[], str]
+    _is_row: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
+        parts = [each for each in nested(args) if isinstance(each, SeenPart) and "_table" in vars(each)]
+        to = args[0] if parts and args and args[0] is parts[0] else None
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        by_number = to is not None and _is_by_number(name, args)
+        if to is not None and writes and (by_number or to._is_row) and not _is_in_a_step():
+            raise ShardError(
+                f"{name} of a row of {to._table()} by its number: each rank has other rows, and would write another. "
+                "Before the model is wrapped, and in load_state_dict, numbers are the table's; a padding_idx has no "
+                "gradient"
+            )
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 made = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if (none := next((part for part in _parts(args) if not part.numel()), None)) is None:
+            if (none := next((part for part in parts if not part.numel()), None)) is None:
                 raise
-            raise ShardError(f"{name}: this rank has no row of table {none._table()!r}: {error}. {_ADVICE}") from error
-        if name.endswith("_") and not name.endswith("__"):
-            return made  # what it was written to
+            raise ShardError(f"{name}: this rank has no row of {none._table()}: {error}. {_ADVICE}") from error
+        if not parts or writes:
+            return made
         if isinstance(made, torch.Tensor):
-            return _part(made, name, args)
+            return _made(made, name, parts[0], by_number)
         if isinstance(made, list | tuple) and name.startswith("_foreach"):
-            return type(made)(_part(each, name.removeprefix("_foreach_"), args) for each in made)
+            return type(made)(_made(each, name.removeprefix("_foreach_"), parts[0], False) for each in made)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -67,6 +94,18 @@ class PartGradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def seen(part: torch.Tensor, table: Callable[[], str], is_row: bool = False) -> torch.Tensor:
+    """The same values, which say what they are.
+
+    Args:
+        table: says what they are a part of.
+    """
+    made = part.as_subclass(SeenPart)
+    made._table, made._is_row = table, is_row
+    carry_place(part, made)
+    return made
 
 
 def hand_out(parameter: torch.Tensor, table: Callable[[], str]) -> None:
@@ -78,25 +117,34 @@ def hand_out(parameter: torch.Tensor, table: Callable[[], str]) -> None:
     """
     gradient = parameter.grad
     if type(gradient) is torch.Tensor and not gradient.requires_grad:
-        parameter.grad = gradient.as_subclass(PartGradient)
-        parameter.grad._table = table
+        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}")
 
 
-def _part(made: torch.Tensor, name: str, args: Any) -> torch.Tensor:
-    """What an operation has made of parts: one too, if it has their elements."""
-    parts = _parts(args)
-    if not parts or type(made) is not torch.Tensor:
+def _made(made: torch.Tensor, name: str, part: SeenPart, by_number: bool) -> torch.Tensor:
+    """What an operation has made of a part: one too, if it has its elements."""
+    if type(made) is not torch.Tensor:
         return made
-    if made.dim() == 0:
-        _say(parts[0]._table(), name)
-    elif name in _STAYS or (name not in _IS_KEPT and is_pointwise(name.replace("_", ""))):
-        made = made.as_subclass(PartGradient)
-        made._table = parts[0]._table
-    return made
+    if (made.dim() == 0 and not part._is_row) or by_number:
+        _say(part._table(), name)
+    is_of_elements = name in _STAYS or (name not in _IS_KEPT and is_pointwise(name.replace("_", "")))
+    if not by_number and not (is_of_elements and made.dim()):
+        return made
+    if name in THE_SAME:
+        carry_place(part, made)
+    return seen(made, part._table, part._is_row or by_number)
 
 
-def _parts(args: Any) -> list[PartGradient]:
-    return [each for each in nested(args) if isinstance(each, PartGradient) and "_table" in vars(each)]
+def _is_by_number(name: str, args: Any) -> bool:
+    """Whether it takes some rows by their numbers, as they are in the part."""
+    if name.removesuffix("_") not in _BY_NUMBER and name not in _BY_NUMBER:
+        return False
+    index = args[1] if len(args) > 1 else None
+    if name not in ("__getitem__", "__setitem__"):
+        return not isinstance(index, int) or index in (0, -args[0].dim())
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, torch.Tensor):
+        return first.dtype is not torch.bool
+    return first is not Ellipsis and first is not None and first != slice(None)
 
 
 def _is_in_a_step() -> bool:
@@ -111,15 +159,15 @@ def _is_in_a_step() -> bool:
 _said: set[str] = set()
 
 
-def _say(table: str, name: str) -> None:
+def _say(what: str, name: str) -> None:
     """Once a process: a model may have thousands of tables."""
     if _said or _is_in_a_step():
         return
-    _said.add(table)
+    _said.add(what)
     _log.warning(
-        "%s of the gradient of table %r is of this rank's part of it: each rank gets another number, and copies of "
-        "other weights that are scaled or skipped by it drift apart. %s",
+        "%s of %s is of this rank's part of it: each rank gets another value, and copies of other weights that are "
+        "scaled or skipped by it drift apart. %s",
         name,
-        table,
+        what,
         _ADVICE,
     )
