@@ -275,9 +275,10 @@ def save_in_trouble(folder: str, path: str, trouble: str, asynchronous: bool) ->
 
     message = ""
     with TROUBLES[trouble](Path(folder), env.rank):
-        pending = save_checkpoint(target, model, optimizer, asynchronous=True) if asynchronous else None
         try:
-            pending.wait() if pending else save_checkpoint(target, model, optimizer)
+            pending = save_checkpoint(target, model, optimizer, asynchronous=asynchronous)
+            if pending is not None:
+                pending.wait()
         except CheckpointError as error:
             message = str(error)
     dist.barrier()  # rank 0 tidies up

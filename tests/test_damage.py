@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import re
 import zlib
@@ -20,6 +22,7 @@ from dmp import CheckpointError, DistributedModelParallel, ShardingEnv, load_che
 from dmp.state.gather import full_state_dict
 from dmp.state.optimizer_state import full_optimizer_state_dict
 from tests.ranks import mesh, run_ranks
+from tests.survival_jobs import full_disk
 
 ROWS, DIM = 40, 8
 
@@ -197,12 +200,12 @@ def test_formats_before_are_read(version: int, tmp_path: Path) -> None:
 
 
 def test_a_failed_save_in_the_background_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("no folder")
-    pending = save_checkpoint(tmp_path / "file" / "saved", Model(), asynchronous=True)
-    assert pending is not None
-    with pytest.raises(CheckpointError, match="file"):
-        pending.wait()
-    assert "a save in the background failed" in caplog.text and "file" in caplog.text
+    with full_disk(100):
+        pending = save_checkpoint(tmp_path / "saved", Model(), asynchronous=True)
+        assert pending is not None
+        with pytest.raises(CheckpointError, match="saved"):
+            pending.wait()
+    assert "a save in the background failed" in caplog.text and os.strerror(errno.EFBIG) in caplog.text
 
 
 def different_paths(folder: str) -> list[str]:
