@@ -6,15 +6,17 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache
 
 import torch.distributed as dist
 
 from dmp.checkpoint.save import Save
 from dmp.chunked import ChunkedTensor
+from dmp.put_around import put_around
 from dmp.ranks import own_group
 
 _log = logging.getLogger("dmp")
@@ -98,11 +100,9 @@ def wait_for_pending() -> None:
 def _save_before_groups_end() -> None:
     """`destroy_process_group` waits for the save that runs: it ends the connections of all groups, and a script whose
     last line it is lost its last checkpoint. That function itself may be known by other names already."""
-    own = dist.ProcessGroup.shutdown
+    put_around(dist.ProcessGroup, "shutdown", _after_the_save)
 
-    @wraps(own)
-    def shutdown(group: dist.ProcessGroup) -> None:
-        wait_for_pending()
-        own(group)
 
-    dist.ProcessGroup.shutdown = shutdown  # type: ignore[assignment, method-assign]
+def _after_the_save(shut_down: Callable[..., None], group: dist.ProcessGroup) -> None:
+    wait_for_pending()
+    shut_down(group)
