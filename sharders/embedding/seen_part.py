@@ -4,8 +4,8 @@ A loop that clips by hand, sharpens (SAM) or skips a step takes a norm, a sum or
 weight that is the same on all ranks; of a part of a table each rank has its own, and what is scaled or skipped by it
 makes copies of the dense weights drift apart. So a part says once what it is, where one number is made of it or a row
 is read by its number: who only looks may go on. A row that is written by its number (`emb.weight.data[0] = 0` for
-padding) is an error: it would be another one on each rank. Optimizers get what a plain tensor gives them; those that do
-not work on each element are judged by themselves, see `dmp.wrap.optimizer_trial`.
+padding) is an error: it would be another one on each rank. Optimizers get the plain gradient while they step, at a
+plain tensor's cost; those that do not work on each element are judged by themselves, see `dmp.wrap.optimizer_trial`.
 
 Of a weight it is what the attribute gives that is indexed, or copied without a gradient; a model's own method gets a
 `Part`, see `part_read`, and who lists parameters the parameter itself.
@@ -16,10 +16,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dmp import ShardError
 from sharders.embedding.drawn_later import carry_place
@@ -115,9 +118,35 @@ def hand_out(parameter: torch.Tensor, table: Callable[[], str]) -> None:
         parameter: this rank's part of a table.
         table: gives its name.
     """
+    _step_plainly()
     gradient = parameter.grad
     if type(gradient) is torch.Tensor and not gradient.requires_grad:
         parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}")
+
+
+_put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyDictionary()
+"""Optimizer in its step -> parameters, their gradients as these are in it, and as they were."""
+
+
+@cache
+def _step_plainly() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    found = [(p, p.grad.as_subclass(torch.Tensor), p.grad) for p in parameters if type(p.grad) is SeenPart]
+    for parameter, plain, _seen in found:
+        parameter.grad = plain
+    if found:
+        _put_off[optimizer] = found
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter, plain, was in _put_off.pop(optimizer, ()):
+        if parameter.grad is plain:
+            parameter.grad = was
 
 
 def _made(made: torch.Tensor, name: str, part: SeenPart, by_number: bool) -> torch.Tensor:
