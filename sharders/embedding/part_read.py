@@ -104,7 +104,7 @@ class Part(torch.Tensor):
         frame = sys._getframe(2)
         asked = asked_of(frame)
         if _IS_SEEN.issuperset(asked) and _is_outside(frame, holder):
-            return seen(parameter, lambda: f"table {table!r}")
+            return seen(parameter, lambda: f"table {table!r}", is_weight=True)
         if is_whole and not torch.is_grad_enabled():
             return parameter
         is_of_sizes = all(what in ALLOWED or what in _SIZES for what in asked)

@@ -3,9 +3,10 @@
 A loop that clips by hand, sharpens (SAM) or skips a step takes a norm, a sum or a maximum of every `.grad`. Of a dense
 weight that is the same on all ranks; of a part of a table each rank has its own, and what is scaled or skipped by it
 makes copies of the dense weights drift apart. So a part says once what it is, where one number is made of it or a row
-is read by its number: who only looks may go on. A row that is written by its number (`emb.weight.data[0] = 0` for
-padding) is an error: it would be another one on each rank. Optimizers get the plain gradient while they step, at a
-plain tensor's cost; those that do not work on each element are judged by themselves, see `dmp.wrap.optimizer_trial`.
+is read, or changed in a gradient, by its number: who only looks may go on. A row of the table that is written by its
+number (`emb.weight.data[0] = 0` for padding) is an error: it would be another one on each rank. Optimizers get the
+plain gradient while they step, at a plain tensor's cost; those that do not work on each element are judged by
+themselves, see `dmp.wrap.optimizer_trial`.
 
 Of a weight it is what the attribute gives that is indexed, or copied without a gradient; a model's own method gets a
 `Part`, see `part_read`, and who lists parameters the parameter itself.
@@ -58,10 +59,12 @@ class SeenPart(torch.Tensor):
     Attributes:
         _table: what it is a part of, for messages.
         _is_row: made by the number of a row.
+        _is_weight: of the table itself.
     """
 
     _table: Callable[[], str]
     _is_row: bool
+    _is_weight: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,12 +73,8 @@ class SeenPart(torch.Tensor):
         to = args[0] if parts and args and args[0] is parts[0] else None
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         by_number = to is not None and _is_by_number(name, args)
-        if to is not None and writes and (by_number or to._is_row) and not _is_in_a_step():
-            raise ShardError(
-                f"{name} of a row of {to._table()} by its number: each rank has other rows, and would write another. "
-                "Before the model is wrapped, and in load_state_dict, numbers are the table's; a padding_idx has no "
-                "gradient"
-            )
+        if to is not None and writes and (by_number or to._is_row):
+            _written_by_number(to, name)
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 made = func(*args, **(kwargs or {}))
@@ -99,14 +98,16 @@ class SeenPart(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def seen(part: torch.Tensor, table: Callable[[], str], is_row: bool = False) -> torch.Tensor:
+def seen(part: torch.Tensor, table: Callable[[], str], *, is_weight: bool, is_row: bool = False) -> torch.Tensor:
     """The same values, which say what they are.
 
     Args:
         table: says what they are a part of.
+        is_weight: they are the table's own.
+        is_row: they were found by the number of a row.
     """
     made = part.as_subclass(SeenPart)
-    made._table, made._is_row = table, is_row
+    made._table, made._is_weight, made._is_row = table, is_weight, is_row
     carry_place(part, made)
     return made
 
@@ -121,7 +122,7 @@ def hand_out(parameter: torch.Tensor, table: Callable[[], str]) -> None:
     _step_plainly()
     gradient = parameter.grad
     if type(gradient) is torch.Tensor and not gradient.requires_grad:
-        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}")
+        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}", is_weight=False)
 
 
 _put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyDictionary()
@@ -160,7 +161,17 @@ def _made(made: torch.Tensor, name: str, part: SeenPart, by_number: bool) -> tor
         return made
     if name in THE_SAME:
         carry_place(part, made)
-    return seen(made, part._table, part._is_row or by_number)
+    return seen(made, part._table, is_weight=part._is_weight, is_row=part._is_row or by_number)
+
+
+def _written_by_number(to: SeenPart, name: str) -> None:
+    if not to._is_weight:
+        _say(to._table(), name)
+    elif not _is_in_a_step():
+        raise ShardError(
+            f"{name} of a row of {to._table()} by its number: each rank has other rows, and would write another. "
+            "Before the model is wrapped, and in load_state_dict, numbers are the table's; padding_idx gets no gradient"
+        )
 
 
 def _is_by_number(name: str, args: Any) -> bool:
