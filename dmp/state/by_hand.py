@@ -30,7 +30,7 @@ def refuse_parts() -> None:
 
 
 def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
-    if isinstance(tensor, torch.Tensor) and (tensor.dim() == 2 or is_dtensor(tensor)):
+    if isinstance(tensor, torch.Tensor) and ((tensor.dim() == 2 and tensor.is_leaf) or is_dtensor(tensor)):
         name, env = _part_of(tensor)
         if env is not None:
             group = signature(own).bind(tensor, *args, **options).arguments.get("group")
