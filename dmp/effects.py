@@ -49,8 +49,8 @@ For the whole process, once
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - `dmp/chunked.py: torch.serialization.add_safe_globals`: `torch.load` knows what a rank has written of its chunks
-- `all_reduce`, `broadcast` and `reduce` of torch.distributed refuse parts of a wrapped model's tensors, which they
-  would mix with other parts (dmp/state/by_hand.py)
+- `all_reduce`, `broadcast`, `reduce` and `scatter` of torch.distributed refuse parts of a wrapped model's tensors,
+  which they would mix with other parts (dmp/state/by_hand.py)
 - torch's checkpoint keeps in a state dict what a rank has no chunk of, and what torch gathers of a `ShardedTensor` is
   ours of chunks, where these are imported (dmp/state/torch_state_dict.py); torchsnapshot's reader takes chunks for what
   it asks for by type (dmp/state/snapshots.py)

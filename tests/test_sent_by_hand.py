@@ -7,10 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
 from torch.distributed import all_reduce as imported_before
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, data_parallel, full_state_dict, row_wise
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, full_state_dict, row_wise
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of
 
@@ -26,7 +29,9 @@ SENDS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 def made(axes: str, layout: str) -> DistributedModelParallel:
     names = tuple(axes.split("x"))
     env = ShardingEnv.from_mesh(mesh((2,) * len(names), names))
-    layouts = dict.fromkeys(TABLES, row_wise() if layout == "cut" else data_parallel())
+    layouts = dict.fromkeys(TABLES, data_parallel() if layout == "copied" else row_wise())
+    if layout == "even":
+        layouts |= dict.fromkeys(TABLES[:2], column_wise([0, 1]))  # the rows of the third are even
     return DistributedModelParallel(Net(), env, plan=layouts)
 
 
@@ -53,6 +58,40 @@ def test_parts_are_refused(axes: str) -> None:
         assert len(told) == len(SENDS) * (3 if axes == "dp" else 7)
         assert all("each rank has its own part of it" in text and "Leave it out" in text for text in told)
         assert sum("'users.weight'" in text for text in told) == len(SENDS)
+
+
+FLAT: dict[str, Callable[[list[torch.nn.Parameter]], torch.Tensor]] = {
+    "weights": lambda ps: parameters_to_vector(ps),
+    "divided": lambda ps: torch.cat([p.data.reshape(-1) for p in ps]) / 2,
+    "gradients": lambda ps: torch.cat([p.grad.view(-1) for p in ps if p.grad is not None]),
+    "torch's": lambda ps: _flatten_dense_tensors([p.grad.data for p in ps if p.grad is not None]),
+    "clone": lambda ps: ps[0].data.clone(),
+    "of the gradient": lambda ps: ps[0].grad / 2,  # type: ignore[operator]
+}
+
+
+def copies_refused() -> list[str]:
+    model = made("dp", "even")
+    loss_of(model, batch(model.env.rank)).backward()
+    with torch.no_grad():
+        for flat in FLAT.values():
+            vector = flat([*model.parameters()])
+            with pytest.raises(ShardError, match="a copy of 'users"):
+                dist.all_reduce(vector)
+        with pytest.raises(ShardError, match="a copy of 'users"):
+            average_parameters(model.parameters(), dist.group.WORLD)
+        parts = [model.get_parameter("users.weight").data for _ in range(2)]
+        with pytest.raises(ShardError, match="'users"):
+            dist.scatter(parts[0], parts if model.env.rank == 0 else None)
+        others = [torch.ones(parts[0].shape), torch.ones(sum(p.numel() for p in model.parameters()))]
+        for other in others:
+            dist.all_reduce(other)  # what has their sizes alone
+    return [str(float(other.mean())) for other in others]
+
+
+def test_copies_of_parts_are_refused_alone_or_in_one_vector() -> None:
+    """Vectors of equal lengths, of different rows, were averaged in silence."""
+    assert run_ranks(2, copies_refused) == [["2.0", "2.0"]] * 2
 
 
 def averaged(axes: str, layout: str, group: str) -> float:

@@ -4,15 +4,18 @@ Loops from before DDP average each gradient by `dist.all_reduce`, and begin with
 what all ranks have whole that changes nothing: weights are alike once they are wrapped, gradients are averaged in the
 backward pass. Of parts of a table it would put one rank's rows over another's, in silence where they are as many, and
 gloo ends the process where they are not; for DTensors torch has no such operation, which it says in words of its own.
+A copy of a part, divided by the number of ranks, or beside all others in one flat vector, is known by its values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
@@ -23,14 +26,18 @@ from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 
 
+_SHORTEST = 256
+"""Numbers in a flat vector of all weights of a model."""
+
+
 def refuse_parts() -> None:
     """From now on."""
-    for function in (dist.all_reduce, dist.broadcast, dist.reduce):
+    for function in (dist.all_reduce, dist.broadcast, dist.reduce, dist.scatter):
         put_inside(function, _send)
 
 
 def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
-    if isinstance(tensor, torch.Tensor) and ((tensor.dim() == 2 and tensor.is_leaf) or is_dtensor(tensor)):
+    if isinstance(tensor, torch.Tensor) and (_may_be_of_a_model(tensor) or is_dtensor(tensor)):
         name, env = _part_of(tensor)
         if env is not None:
             group = signature(own).bind(tensor, *args, **options).arguments.get("group")
@@ -43,13 +50,52 @@ def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
     return own(tensor, *args, **options)
 
 
+def _may_be_of_a_model(tensor: torch.Tensor) -> bool:
+    """At a glance: programs reduce their metrics so, too."""
+    return (tensor.dim() == 2 and tensor.is_leaf) or (tensor.dim() == 1 and tensor.numel() >= _SHORTEST)
+
+
 def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
     """The name of what a tensor is the rank's part of, or the gradient of its part, and where that is cut, if it is."""
     for model in live.models:
-        for name, parameter in model.named_parameters():
+        named = dict(model.named_parameters())
+        for name, parameter in named.items():
             if any(each is not None and _is_the_same(tensor, each) for each in (parameter, parameter.grad)):
                 return repr(name), model.env if _is_cut(name, model) else None
+        if (copied := _copied(tensor, named, model)) is not None:
+            return f"a copy of {copied!r}", model.env
     return "a DTensor", None
+
+
+def _copied(tensor: torch.Tensor, named: Mapping[str, nn.Parameter], model: Any) -> str | None:
+    """What is cut, and is a tensor's values times some number, by itself or beside the model's others in one vector."""
+    if is_dtensor(tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return None
+    vectors = [named, {name: p for name, p in named.items() if p.requires_grad}]
+    for held in ({name: p} for name, p in named.items()) if tensor.dim() == 2 else vectors:
+        sizes = [local_of(p).numel() for p in held.values()]
+        if sum(sizes) != tensor.numel():
+            continue
+        for (name, p), values in zip(held.items(), tensor.detach().reshape(-1).split(sizes), strict=True):
+            has_form = tensor.dim() == 1 or (tensor.shape == local_of(p).shape != _size(name, model))
+            if has_form and _is_cut(name, model) and any(_is_a_multiple(values, each) for each in (p, p.grad)):
+                return name
+    return None
+
+
+def _is_a_multiple(values: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or other.layout != torch.strided or values.numel() == 1:
+        return False
+    with torch.no_grad():
+        of = other.as_subclass(torch.Tensor).reshape(-1).to(values.dtype)  # a table's, and no DTensor
+        if not of.numel() or not of.any():
+            return False  # what has no values is like all that has none
+        at = of.abs().argmax()
+        return torch.allclose(values, of * (values[at] / of[at]), rtol=1e-4, atol=0.0) and bool(values[at])
+
+
+def _size(name: str, model: Any) -> torch.Size | None:
+    return torch.Size(of[1].size()) if (of := sharded_parameters(model).get(name)) else None
 
 
 def _is_cut(name: str, model: Any) -> bool:
