@@ -223,3 +223,98 @@ def read_by_number() -> list[str]:
 def test_a_row_that_is_read_by_its_number_is_said_to_be_of_the_part() -> None:
     for told in run_ranks(2, read_by_number):
         assert len(told) == 4 and all("of table 'users.weight' is of this rank's part of it" in text for text in told)
+
+
+SEEN: dict[str, Callable[[Any], Any]] = {
+    "scores": lambda m: torch.ones(3, 8) @ m.users.weight.data.T,
+    "by linear": lambda m: torch.nn.functional.linear(torch.ones(3, 8), m.users.weight),
+    "mean row": lambda m: m.users.weight.data.mean(0),
+    "mean row of the gradient": lambda m: m.users.weight.grad.mean(0, keepdim=True),
+    "norms of cut rows": lambda m: m.items.weight.grad.norm(dim=1),
+    "normalized cut rows": lambda m: torch.nn.functional.normalize(m.items.weight.detach()),
+    "array": lambda m: m.users.weight.detach().cpu().numpy(),
+    "list": lambda m: m.users.weight.tolist(),
+    "saved": lambda m: torch.save({"users": m.users.weight.data.cpu()}, io.BytesIO()),
+    "touched": lambda m: m.users.weight.grad.abs().sum(1).nonzero(),
+    "count": lambda m: (m.users.weight.grad.norm(dim=1) > 0).sum(),
+    "smallest": lambda m: m.users.weight.data.abs().flatten().kthvalue(3),
+    "singular values": lambda m: torch.linalg.svdvals(m.users.weight.data),
+    "rows": lambda m: [*m.users.weight.data],
+}
+OF_ROWS: dict[str, Callable[[Any], Any]] = {
+    "normalized": lambda m: m.users.weight.data.copy_(torch.nn.functional.normalize(m.users.weight.data)),
+    "norms": lambda m: m.users.weight.data.div_(m.users.weight.data.norm(dim=1, keepdim=True)),
+    "centred": lambda m: m.users.weight.grad.sub_(m.users.weight.grad.mean(1, keepdim=True)),
+    "clipped": lambda m: m.users.weight.grad.div_(m.users.weight.grad.norm(dim=-1, keepdim=True).clamp(min=1)),
+    "elements": lambda m: m.users.weight.data.masked_fill_(m.users.weight.data > 0.1, 0.1).neg_(),
+    "copies": lambda m: (m.users.weight.grad.clone().mean(), m.users.weight.data.to(torch.float64).half()),
+}
+
+
+def said_of(looks: str, grad: bool) -> list[str]:
+    """What nothing was said of."""
+    model, quiet = model_of("cut"), []
+    for name, look in (SEEN if looks == "seen" else OF_ROWS).items():
+        seen_part._said.clear()
+        with Said() as said, torch.set_grad_enabled(grad):
+            look(model.module)
+        if not any("is of this rank's part of it" in text for text in said.texts):
+            quiet.append(name)
+    return quiet
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_made_of_several_rows_or_of_cut_ones_says_so(grad: bool) -> None:
+    """Items were scored, and columns centred, by each rank's own rows, in silence."""
+    assert run_ranks(2, said_of, "seen", grad) == [[], []]
+
+
+def test_what_is_done_to_whole_rows_says_nothing() -> None:
+    assert run_ranks(2, said_of, "rows", False) == [[*OF_ROWS]] * 2
+
+
+def wrong_shapes() -> str:
+    model = model_of("cut")
+    with pytest.raises(dmp.ShardError, match="copy_: this rank has a part of shape") as error:
+        model.module.users.weight.data.copy_(torch.ones(11, 8))
+    with pytest.raises(dmp.ShardError, match="a part of shape"), torch.no_grad():
+        model.module.users.weight.copy_(torch.ones(11, 8))
+    with pytest.raises(dmp.ShardError, match="of the gradient of table 'users"):
+        model.module.users.weight.grad.mul_(torch.ones(11, 1))
+    return str(error.value)
+
+
+def test_values_of_the_whole_are_told_to_come_by_load_state_dict() -> None:
+    for told in run_ranks(2, wrong_shapes):
+        assert "load_state_dict takes whole tables" in told
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "noise": lambda p: p.grad.add_(torch.randn_like(p.grad)),
+    "uniform": lambda p: p.grad.mul_(torch.rand_like(p.grad * 2)),
+    "mask": lambda p: p.grad.mul_(torch.bernoulli(torch.sigmoid(p.grad))),
+    "given": lambda p: p.grad.normal_(0, 0.1, generator=torch.Generator().manual_seed(2)),
+    "uniform in place": lambda p: p.grad.uniform_(-1, 1),
+}
+
+
+def drawn() -> list[torch.Tensor]:
+    made = []
+    model = model_of("cut")
+    for draw in DRAWS.values():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            draw(parameter)
+        made += [p.grad.clone() for n, p in model.named_parameters() if n.startswith("o") and p.grad is not None]
+        made.append(torch.rand(()))
+    model.module.users.weight.data.normal_()
+    made.append(torch.rand(()))
+    whole = full_state_dict(model)["users.weight"]
+    assert len(whole.unique()) == whole.numel()
+    return made
+
+
+def test_noise_on_gradients_is_the_same_on_copies_and_another_on_each_part() -> None:
+    """Parts of other sizes left the generators apart: copies of dense weights drifted, in silence."""
+    one, other = run_ranks(2, drawn)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

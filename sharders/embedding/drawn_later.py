@@ -3,7 +3,9 @@
 A rank's parameter is its part of a table. Drawn as it stands, equal parts on ranks that were seeded alike would have
 equal values, parts of another size would leave the ranks' generators, and so all dense weights drawn next, apart, and a
 fan would be the part's. So a call takes one number of the rank's generator, and draws by that and the part's place:
-copies of a part get equal values where the ranks were seeded alike. What `tensor.normal_()` draws is not seen.
+copies of a part get equal values where the ranks were seeded alike. So does what torch's operations draw in what
+`seen_part` hands out, as noise on a gradient (`torch.randn_like(p.grad)`). What a parameter itself is asked for, by
+`p.data.normal_()`, is not seen.
 
 [Note: the same functions] torch's functions stay the objects that they are, and get other code: programs and modules
 have imported them by name long before, and objects that hold one (TorchRec's configurations of tables do) are pickled
@@ -60,6 +62,13 @@ _DRAW = frozenset(
 )
 
 
+_DRAWS = frozenset(
+    ("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_")
+    + ("randn_like", "rand_like", "normal", "bernoulli")
+)
+"""Operations that take a generator by name, and draw a number for each element."""
+
+
 @cache
 def _stand_in() -> None:
     _stand_in_for(nn.init._calculate_fan_in_and_fan_out, _fans_of_the_whole)
@@ -103,8 +112,31 @@ def _knowing(own: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         )
     given = signature(own).bind(tensor, *args, **options).arguments
     generator = given.pop("generator", None)
-    seed = torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device)
+    seed = _seed(here, generator)
     if tensor.numel() == 0 or tensor.is_meta:
         return tensor  # torch warns of none, and draws none for meta
-    of_part = torch.Generator(tensor.device).manual_seed(int(seed) ^ here.digest)
-    return own(**given, generator=of_part)
+    return own(**given, generator=torch.Generator(tensor.device).manual_seed(seed))
+
+
+def draw_by_place(function: Any, name: str, part: torch.Tensor) -> Any:
+    """The function itself, or what draws by the part's place in its stead.
+
+    Args:
+        name: of the function.
+        part: what it draws in, or like.
+    """
+    here = getattr(part, "_dmp_place", None)
+    if here is None or name not in _DRAWS:
+        return function
+
+    def draw(*args: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
+        of_part = torch.Generator(part.device).manual_seed(_seed(here, generator))
+        return function(*args, **options, generator=of_part)
+
+    return draw
+
+
+def _seed(here: _Place, generator: torch.Generator | None) -> int:
+    """By one number of the program's generator, and the place."""
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device)) ^ here.digest

@@ -58,8 +58,8 @@ _NOTHING = _Value(_Kind.NOTHING)
 class _Part:
     """What a parameter knows of its table. Not kept where it is pickled."""
 
-    def __init__(self, kind: _Kind, name: Callable[[], str], among: Callable[[], Among]) -> None:
-        self.kind, self.name, self.among = kind, name, among
+    def __init__(self, kind: _Kind, columns: int, name: Callable[[], str], among: Callable[[], Among]) -> None:
+        self.kind, self.columns, self.name, self.among = kind, columns, name, among
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -94,7 +94,7 @@ def watch(
     rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
     is_watched = hasattr(parameter, "_dmp_part")
-    parameter._dmp_part = _Part(_Kind.NOTHING if is_copied else kind, name, among)  # type: ignore[attr-defined]
+    parameter._dmp_part = _Part(_Kind.NOTHING if is_copied else kind, size[1], name, among)  # type: ignore[attr-defined]
     if is_watched:
         return
 
@@ -133,7 +133,7 @@ def _look_at_terms(own: Any, outputs: Any, *args: Any, **options: Any) -> Any:
         if _met:
             _check(roots)
         for parameter in _reached:
-            hand_out(parameter, parameter._dmp_part.name)  # type: ignore[attr-defined]
+            _hand_out(parameter)
         return result
     finally:
         _met.clear()
@@ -188,6 +188,11 @@ def _meet_at_terms(roots: Sequence[Any]) -> list[Any]:
             have_met.add(node)
             handles.append(node.register_prehook(_averages(node, constants[node])))
     return handles
+
+
+def _hand_out(parameter: torch.Tensor) -> None:
+    part: _Part = parameter._dmp_part  # type: ignore[attr-defined]
+    hand_out(parameter, part.name, part.columns)
 
 
 def _is_linear(node: Any) -> bool:

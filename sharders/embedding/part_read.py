@@ -15,7 +15,7 @@ that runs with gradients, unless torch's operations or the model's modules are a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,43 +26,11 @@ from torch import nn
 from dmp import Shard, ShardError
 from sharders.embedding.asked_of import INDEXED, UNKNOWN, asked_of, reader, self_of
 from sharders.embedding.drawn_later import carry_place
-from sharders.embedding.operations import is_pointwise, operations
+from sharders.embedding.operations import MIXES_COLUMNS, MIXES_ROWS, MOVES, dims_of, is_pointwise, operations
 from sharders.embedding.seen_part import seen
 from sharders.embedding.unread_weight import ALLOWED, THE_SAME, Unread, name_of, nested
 
 _JOINS = frozenset(("cat", "concat", "stack", "vstack", "hstack"))
-
-_MIXES_ROWS = frozenset(
-    ("mm", "matmul", "__matmul__", "__rmatmul__", "@", "linear", "bmm", "addmm", "einsum", "tensordot", "baddbmm")
-    + ("mv", "inner", "embedding", "embedding_bag", "index_select", "gather", "take", "cdist", "cosine_similarity")
-    + ("index_fill", "index_copy", "index_add", "index_put", "scatter", "scatter_add", "select", "narrow")
-    + ("pairwise_distance", "unbind", "chunk", "split", "tensor_split", "roll", "flip", "pad", "histc", "unique")
-    + ("numpy", "tolist", "item", "__array__", "__iter__", "__float__", "__int__", "__bool__", "__reversed__")
-)
-
-_MIXES_COLUMNS: Mapping[str, int] = {
-    **dict.fromkeys(("sum", "mean", "prod", "std", "var", "std_mean", "var_mean", "median", "logsumexp"), 1),
-    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "sort", "argsort", "cumsum", "cumprod"), 1),
-    **dict.fromkeys(("softmax", "log_softmax", "any", "all"), 1),
-    **dict.fromkeys(("topk", "kthvalue", "quantile"), 2),
-    "norm": 2,
-    "normalize": 2,
-    "vector_norm": 2,
-    "linalg_vector_norm": 2,
-    "layer_norm": -1,
-    "renorm": -1,
-}
-"""Name -> which argument says the dims that are mixed; -1: none does."""
-
-_MOVES = frozenset(
-    ("T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze", "expand")
-    + ("expand_as", "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "clone", "contiguous", "to")
-    + ("cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "as_subclass", "pin_memory")
-    + ("data", "detach", "grad", "requires_grad", "dropout", "masked_fill", "masked_select", "where", "copy", "fill")
-    + ("zero", "normal", "uniform", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like")
-    + ("randn_like", "real")
-)
-"""What has each element, or something in its place, and is no function of it."""
 
 _BY_INDEX = frozenset(("__getitem__", "__setitem__"))
 
@@ -70,12 +38,12 @@ _SIZES = frozenset(("shape", "size", "numel", "nelement", "nbytes", "stride", "l
 
 _OF_LEAVES = frozenset(
     ("grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward")
-    + ("is_leaf", "set_", "set_data", "print")
+    + ("is_leaf", "set_", "set_data", "print", "type", "as_subclass", "requires_grad")
 )
 """What only the parameter itself has, or nobody need watch."""
 
 
-_IS_SEEN = frozenset((INDEXED, *THE_SAME))
+_IS_SEEN = frozenset((INDEXED, *THE_SAME, "T", "mT", "t", "transpose", *MIXES_ROWS))
 """What code outside the model does with a weight that `seen_part` is for."""
 
 
@@ -103,8 +71,8 @@ class Part(torch.Tensor):
         is_whole = tuple(parameter.shape) == size  # here, and not on others, which are refused what has gradients
         frame = sys._getframe(2)
         asked = asked_of(frame)
-        if _IS_SEEN.issuperset(asked) and _is_outside(frame, holder):
-            return seen(parameter, lambda: f"table {table!r}", is_weight=True)
+        if all(_is_seen(what) for what in asked) and _is_outside(frame, holder):
+            return seen(parameter, lambda: f"table {table!r}", size[1], is_weight=True)
         if is_whole and not torch.is_grad_enabled():
             return parameter
         is_of_sizes = all(what in ALLOWED or what in _SIZES for what in asked)
@@ -136,18 +104,16 @@ class Part(torch.Tensor):
         if name in _BY_INDEX:
             return not _is_of_all(args[1])
         name = name if name.startswith("__") else name.removesuffix("_")
-        if name in _MIXES_ROWS:
+        if name in MIXES_ROWS:
             return True
         if torch.is_grad_enabled() and name not in _JOINS:
             beside = (each for each in nested((args, kwargs)) if not isinstance(each, Part))
             if any(isinstance(each, torch.Tensor) and each.requires_grad for each in beside):
                 return True
-        return name in _MIXES_COLUMNS and not (self._may_be_a_penalty() or self._is_by_row(name, args, kwargs))
+        return name in MIXES_COLUMNS and not (self._may_be_a_penalty() or self._is_by_row(name, args, kwargs))
 
     def _is_by_row(self, name: str, args: Any, kwargs: Any) -> bool:
-        at = _MIXES_COLUMNS[name]
-        dims = kwargs.get("dim", args[at] if 0 <= at < len(args) else None)
-        return self._rows_are_whole and not {0, -2} & set(dims if isinstance(dims, list | tuple) else [dims])
+        return self._rows_are_whole and not {0, -2} & dims_of(name, args, kwargs)
 
     def _keeps(self, name: str, args: Any, kwargs: Any, is_number: bool) -> bool:
         """Whether the result has for each element, or whole row, of the part what it has for that of the whole; or is a
@@ -156,10 +122,10 @@ class Part(torch.Tensor):
         if name.startswith("__") or is_whole_of_one or kwargs.get("reduction") == "none":
             return True
         name = name.removesuffix("_")
-        if name in _MIXES_COLUMNS:
+        if name in MIXES_COLUMNS:
             return name == "sum" or self._is_by_row(name, args, kwargs)
         plain = name.removeprefix("_foreach").replace("_", "")
-        return is_number or name in _MOVES or name in _JOINS or is_pointwise(plain)
+        return is_number or name in MOVES or name in _JOINS or is_pointwise(plain)
 
     def _may_be_a_penalty(self) -> bool:
         """Which `loss_terms` looks at, in the backward pass."""
@@ -192,7 +158,7 @@ class Part(torch.Tensor):
         if other is not None:
             raise ShardError(_of_a_part(self._table, f"{name}, with {other._table!r}, which is cut otherwise"))
         is_number = made.dim() == 0
-        is_of_fewer = name in _MIXES_COLUMNS and made.shape[:1] != self.shape[:1]
+        is_of_fewer = name in MIXES_COLUMNS and made.shape[:1] != self.shape[:1]
         if (
             _is_of_more(made, args, name)
             or ((is_number or is_of_fewer) and not made._may_be_a_penalty())
@@ -204,6 +170,14 @@ class Part(torch.Tensor):
         if is_number:
             return made.as_subclass(torch.Tensor)
         return made._as(self._table, self._cut, self._rows_are_whole, self._is_whole)
+
+
+def _is_seen(what: str) -> bool:
+    """Whether `seen_part` is for what code outside does with a weight; `loss_terms` is for terms of a loss."""
+    if what in _IS_SEEN or torch.is_grad_enabled() or what in _OF_LEAVES or not what.isidentifier():
+        return what in _IS_SEEN
+    name = what.removesuffix("_")
+    return name in MOVES or name in MIXES_COLUMNS or is_pointwise(name.replace("_", ""))
 
 
 def _is_outside(frame: FrameType, holder: nn.Module) -> bool:
@@ -219,7 +193,7 @@ def _is_of_libraries(frame: FrameType) -> bool:
 
 def _takes(what: str, model: nn.Module) -> bool:
     """Whether it is torch's operations, or a module of the model, that take a weight, by what is asked of it."""
-    if what in _MOVES or what in _MIXES_ROWS or what in _MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX):
+    if what in MOVES or what in MIXES_ROWS or what in MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX):
         return True
     if not what.isidentifier():
         return what != UNKNOWN  # an operator

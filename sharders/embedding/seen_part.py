@@ -2,10 +2,12 @@
 
 A loop that clips by hand, sharpens (SAM) or skips a step takes a norm, a sum or a maximum of every `.grad`. Of a dense
 weight that is the same on all ranks; of a part of a table each rank has its own, and what is scaled or skipped by it
-makes copies of the dense weights drift apart. So a part says once what it is, where one number is made of it or a row
-is read, or changed in a gradient, by its number: who only looks may go on. A row of the table that is written by its
-number (`emb.weight.data[0] = 0` for padding) is an error: it would be another one on each rank. Optimizers get the
-plain gradient while they step, at a plain tensor's cost; those that do not work on each element are judged by
+makes copies of the dense weights drift apart. So a part says once what it is, where one number is made of it, a row is
+read, or changed in a gradient, by its number, or anything else is made (scores, a mean of columns, an array) than what
+has for each element, or whole row, what it has of the whole's: who only looks may go on. What is drawn in its place is
+drawn as `drawn_later` has it. A row of the table that is written by its number (`emb.weight.data[0] = 0` for padding)
+is an error: it would be another one on each rank. Optimizers get the plain gradient while they step, at a plain
+tensor's cost; those that do not work on each element are judged by
 themselves, see `dmp.wrap.optimizer_trial`.
 
 Of a weight it is what the attribute gives that is indexed, or copied without a gradient; a model's own method gets a
@@ -26,15 +28,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dmp import ShardError
-from sharders.embedding.drawn_later import carry_place
-from sharders.embedding.operations import is_pointwise
-from sharders.embedding.unread_weight import THE_SAME, name_of, nested
+from sharders.embedding.drawn_later import carry_place, draw_by_place
+from sharders.embedding.operations import MIXES_COLUMNS, MIXES_ROWS, MOVES, dims_of, is_pointwise
+from sharders.embedding.unread_weight import ALLOWED, name_of, nested
 
 _log = logging.getLogger("dmp")
 
 _STAYS = frozenset(
     ("data", "detach", "view", "view_as", "reshape", "flatten", "ravel", "contiguous", "T", "mT", "t", "transpose")
     + ("float", "double", "half", "bfloat16", "to", "cpu", "cat", "concat", "stack", "hstack", "vstack", "where")
+    + ("flatten_dense_tensors",)
 )
 """What has the elements in other places, or beside others."""
 
@@ -45,6 +48,8 @@ _BY_NUMBER = frozenset(
     ("__getitem__", "__setitem__", "index_fill", "index_copy", "index_add", "index_put", "index_reduce", "scatter")
     + ("scatter_add", "scatter_reduce", "index_select", "select", "narrow", "gather", "take")
 )
+
+_GIVE_ROWS = frozenset(("unbind", "chunk", "split", "tensor_split"))
 
 _ADVICE = (
     "torch.nn.utils.clip_grad_norm_ and get_total_norm, of all parameters or gradients, take the whole model's norm, "
@@ -58,11 +63,13 @@ class SeenPart(torch.Tensor):
 
     Attributes:
         _table: what it is a part of, for messages.
+        _columns: of the table, by which whole rows are known.
         _is_row: made by the number of a row.
         _is_weight: of the table itself.
     """
 
     _table: Callable[[], str]
+    _columns: int
     _is_row: bool
     _is_weight: bool
 
@@ -75,19 +82,27 @@ class SeenPart(torch.Tensor):
         by_number = to is not None and _is_by_number(name, args)
         if to is not None and writes and (by_number or to._is_row):
             _written_by_number(to, name)
+        by_number |= to is not None and name in _GIVE_ROWS and _dim_of(name, args, kwargs or {}) in (0, -to.dim())
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                made = func(*args, **(kwargs or {}))
+                own = draw_by_place(func, name, parts[0]) if parts else func
+                made = own(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if (none := next((part for part in parts if not part.numel()), None)) is None:
+            if (none := next((part for part in parts if _is_of_other_shape(part, args)), None)) is None:
                 raise
-            raise ShardError(f"{name}: this rank has no row of {none._table()}: {error}. {_ADVICE}") from error
-        if not parts or writes:
+            has = f"a part of shape {tuple(none.shape)}" if none.numel() else "no row"
+            whole = "load_state_dict takes whole tables"
+            raise ShardError(f"{name}: this rank has {has} of {none._table()}: {error}. {_ADVICE}; {whole}") from error
+        if not parts:
+            return made
+        if not parts[0]._is_row and _mixes(name, parts[0], args, kwargs or {}, made):
+            _say(parts[0]._table(), name)
+        if writes:
             return made
         if isinstance(made, torch.Tensor):
             return _made(made, name, parts[0], by_number)
-        if isinstance(made, list | tuple) and name.startswith("_foreach"):
-            return type(made)(_made(each, name.removeprefix("_foreach_"), parts[0], False) for each in made)
+        if isinstance(made, list | tuple) and (by_number or name.startswith("_foreach")):
+            return type(made)(_made(each, name.removeprefix("_foreach_"), parts[0], by_number) for each in made)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -95,34 +110,41 @@ class SeenPart(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._is_weight and not self._is_row:
+            _say(self._table(), "a saved copy")
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def seen(part: torch.Tensor, table: Callable[[], str], *, is_weight: bool, is_row: bool = False) -> torch.Tensor:
+def seen(
+    part: torch.Tensor, table: Callable[[], str], columns: int, *, is_weight: bool, is_row: bool = False
+) -> torch.Tensor:
     """The same values, which say what they are.
 
     Args:
         table: says what they are a part of.
+        columns: of the table.
         is_weight: they are the table's own.
         is_row: they were found by the number of a row.
     """
     made = part.as_subclass(SeenPart)
-    made._table, made._is_weight, made._is_row = table, is_weight, is_row
+    made._table, made._columns, made._is_weight, made._is_row = table, columns, is_weight, is_row
     carry_place(part, made)
     return made
 
 
-def hand_out(parameter: torch.Tensor, table: Callable[[], str]) -> None:
+def hand_out(parameter: torch.Tensor, table: Callable[[], str], columns: int) -> None:
     """Have a parameter's gradient, if it has one, say what it is.
 
     Args:
         parameter: this rank's part of a table.
         table: gives its name.
+        columns: of the table.
     """
     _step_plainly()
     gradient = parameter.grad
     if type(gradient) is torch.Tensor and not gradient.requires_grad:
-        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}", is_weight=False)
+        carry_place(parameter, gradient)
+        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}", columns, is_weight=False)
 
 
 _put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyDictionary()
@@ -156,12 +178,12 @@ def _made(made: torch.Tensor, name: str, part: SeenPart, by_number: bool) -> tor
         return made
     if (made.dim() == 0 and not part._is_row) or by_number:
         _say(part._table(), name)
-    is_of_elements = name in _STAYS or (name not in _IS_KEPT and is_pointwise(name.replace("_", "")))
+    is_of_elements = name in _STAYS or name in MIXES_COLUMNS or (name not in _IS_KEPT and _is_of_elements(name))
     if not by_number and not (is_of_elements and made.dim()):
         return made
-    if name in THE_SAME:
+    if made.shape == part.shape:
         carry_place(part, made)
-    return seen(made, part._table, is_weight=part._is_weight, is_row=part._is_row or by_number)
+    return seen(made, part._table, part._columns, is_weight=part._is_weight, is_row=part._is_row or by_number)
 
 
 def _written_by_number(to: SeenPart, name: str) -> None:
@@ -172,6 +194,28 @@ def _written_by_number(to: SeenPart, name: str) -> None:
             f"{name} of a row of {to._table()} by its number: each rank has other rows, and would write another. "
             "Before the model is wrapped, and in load_state_dict, numbers are the table's; padding_idx gets no gradient"
         )
+
+
+def _mixes(name: str, part: SeenPart, args: Any, kwargs: Any, made: Any) -> bool:
+    """Whether what an operation makes has other than for each element, or whole row, what it makes of the whole."""
+    name = name if name.startswith("__") else name.removeprefix("_foreach_").removesuffix("_")
+    if name in MIXES_ROWS:
+        return name not in _GIVE_ROWS
+    if name in MIXES_COLUMNS:
+        has_rows = part.dim() == 2 and part.shape[1] == part._columns
+        return not has_rows or bool({0, -2} & dims_of(name, args, kwargs))
+    is_other = isinstance(made, torch.Tensor) and name not in ALLOWED and not name.startswith("__")
+    return is_other and not (name in MOVES or name in _STAYS or name in _IS_KEPT or _is_of_elements(name))
+
+
+def _is_of_elements(name: str) -> bool:
+    return is_pointwise(name.replace("_", ""))
+
+
+def _is_of_other_shape(part: SeenPart, args: Any) -> bool:
+    """Whether an operation may have failed for what the part is of the whole."""
+    beside = (each for each in nested(args) if isinstance(each, torch.Tensor) and not isinstance(each, SeenPart))
+    return not part.numel() or any(each.shape != part.shape for each in beside)
 
 
 def _is_by_number(name: str, args: Any) -> bool:
@@ -185,6 +229,11 @@ def _is_by_number(name: str, args: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return first.dtype is not torch.bool
     return first is not Ellipsis and first is not None and first != slice(None)
+
+
+def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
+    at = 1 if name == "unbind" else 2
+    return kwargs.get("dim", args[at] if len(args) > at else 0)
 
 
 def _is_in_a_step() -> bool:
