@@ -240,6 +240,10 @@ SEEN: dict[str, Callable[[Any], Any]] = {
     "smallest": lambda m: m.users.weight.data.abs().flatten().kthvalue(3),
     "singular values": lambda m: torch.linalg.svdvals(m.users.weight.data),
     "rows": lambda m: [*m.users.weight.data],
+    "norm": lambda m: m.users.weight.norm().item(),
+    "of a clone": lambda m: m.users.weight.detach().clone().mean(),
+    "mask of rows": lambda m: m.users.weight.grad.mul_(torch.ones(len(m.users.weight.grad), 1)),
+    "own rows": lambda m: m.users.weight.data[torch.arange(len(m.users.weight.data)) < 1],
 }
 OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "normalized": lambda m: m.users.weight.data.copy_(torch.nn.functional.normalize(m.users.weight.data)),
@@ -247,7 +251,8 @@ OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "centred": lambda m: m.users.weight.grad.sub_(m.users.weight.grad.mean(1, keepdim=True)),
     "clipped": lambda m: m.users.weight.grad.div_(m.users.weight.grad.norm(dim=-1, keepdim=True).clamp(min=1)),
     "elements": lambda m: m.users.weight.data.masked_fill_(m.users.weight.data > 0.1, 0.1).neg_(),
-    "copies": lambda m: (m.users.weight.grad.clone().mean(), m.users.weight.data.to(torch.float64).half()),
+    "copies": lambda m: (torch.zeros_like(m.users.weight.grad).mean(), m.users.weight.data.to(torch.float64).half()),
+    "where": lambda m: m.users.weight.data[m.users.weight.data.norm(dim=1) > 2].shape,
 }
 
 
@@ -279,6 +284,10 @@ def wrong_shapes() -> str:
         model.module.users.weight.data.copy_(torch.ones(11, 8))
     with pytest.raises(dmp.ShardError, match="a part of shape"), torch.no_grad():
         model.module.users.weight.copy_(torch.ones(11, 8))
+    with pytest.raises(dmp.ShardError, match="embedding: this rank has a part of shape"):
+        torch.nn.functional.embedding(torch.tensor([9, 10]), model.module.users.weight.data)
+    own = model.module.users.weight.detach().clone()
+    own[0] = 0.0  # of a copy of its own
     with pytest.raises(dmp.ShardError, match="of the gradient of table 'users"):
         model.module.users.weight.grad.mul_(torch.ones(11, 1))
     return str(error.value)

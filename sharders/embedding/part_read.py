@@ -43,7 +43,7 @@ _OF_LEAVES = frozenset(
 """What only the parameter itself has, or nobody need watch."""
 
 
-_IS_SEEN = frozenset((INDEXED, *THE_SAME, "T", "mT", "t", "transpose", *MIXES_ROWS))
+_IS_SEEN = frozenset((INDEXED, *THE_SAME, "T", "mT", "t", "transpose", *MIXES_ROWS, *MIXES_COLUMNS)) - {"sum"}
 """What code outside the model does with a weight that `seen_part` is for."""
 
 

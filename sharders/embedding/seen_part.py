@@ -37,12 +37,12 @@ _log = logging.getLogger("dmp")
 _STAYS = frozenset(
     ("data", "detach", "view", "view_as", "reshape", "flatten", "ravel", "contiguous", "T", "mT", "t", "transpose")
     + ("float", "double", "half", "bfloat16", "to", "cpu", "cat", "concat", "stack", "hstack", "vstack", "where")
-    + ("flatten_dense_tensors",)
+    + ("flatten_dense_tensors", "clone")
 )
 """What has the elements in other places, or beside others."""
 
-_IS_KEPT = ("clone", "zeros_like", "ones_like", "full_like", "empty_like")
-"""What optimizers begin their state with, which is plain."""
+_IS_KEPT = ("zeros_like", "ones_like", "full_like", "empty_like")
+"""What is made to gather something of its own, and is plain."""
 
 _BY_NUMBER = frozenset(
     ("__getitem__", "__setitem__", "index_fill", "index_copy", "index_add", "index_put", "index_reduce", "scatter")
@@ -50,6 +50,8 @@ _BY_NUMBER = frozenset(
 )
 
 _GIVE_ROWS = frozenset(("unbind", "chunk", "split", "tensor_split"))
+
+_OF_A_WHOLE = "load_state_dict takes whole tables"
 
 _ADVICE = (
     "torch.nn.utils.clip_grad_norm_ and get_total_norm, of all parameters or gradients, take the whole model's norm, "
@@ -87,15 +89,16 @@ class SeenPart(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 own = draw_by_place(func, name, parts[0]) if parts else func
                 made = own(*args, **(kwargs or {}))
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             if (none := next((part for part in parts if _is_of_other_shape(part, args)), None)) is None:
                 raise
             has = f"a part of shape {tuple(none.shape)}" if none.numel() else "no row"
-            whole = "load_state_dict takes whole tables"
-            raise ShardError(f"{name}: this rank has {has} of {none._table()}: {error}. {_ADVICE}; {whole}") from error
+            raise ShardError(
+                f"{name}: this rank has {has} of {none._table()}: {error}. {_OF_A_WHOLE}; {_ADVICE}"
+            ) from error
         if not parts:
             return made
-        if not parts[0]._is_row and _mixes(name, parts[0], args, kwargs or {}, made):
+        if not parts[0]._is_row and name not in ALLOWED and _is_of_rows(name, parts[0], args, kwargs or {}, made):
             _say(parts[0]._table(), name)
         if writes:
             return made
@@ -183,7 +186,8 @@ def _made(made: torch.Tensor, name: str, part: SeenPart, by_number: bool) -> tor
         return made
     if made.shape == part.shape:
         carry_place(part, made)
-    return seen(made, part._table, part._columns, is_weight=part._is_weight, is_row=part._is_row or by_number)
+    is_weight = part._is_weight and name != "clone"
+    return seen(made, part._table, part._columns, is_weight=is_weight, is_row=part._is_row or by_number)
 
 
 def _written_by_number(to: SeenPart, name: str) -> None:
@@ -196,6 +200,11 @@ def _written_by_number(to: SeenPart, name: str) -> None:
         )
 
 
+def _is_of_rows(name: str, part: SeenPart, args: Any, kwargs: Any, made: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _mixes(name, part, args, kwargs, made) or _has_numbered(part, args)
+
+
 def _mixes(name: str, part: SeenPart, args: Any, kwargs: Any, made: Any) -> bool:
     """Whether what an operation makes has other than for each element, or whole row, what it makes of the whole."""
     name = name if name.startswith("__") else name.removeprefix("_foreach_").removesuffix("_")
@@ -204,8 +213,17 @@ def _mixes(name: str, part: SeenPart, args: Any, kwargs: Any, made: Any) -> bool
     if name in MIXES_COLUMNS:
         has_rows = part.dim() == 2 and part.shape[1] == part._columns
         return not has_rows or bool({0, -2} & dims_of(name, args, kwargs))
-    is_other = isinstance(made, torch.Tensor) and name not in ALLOWED and not name.startswith("__")
+    is_other = isinstance(made, torch.Tensor) and not name.startswith("__")
     return is_other and not (name in MOVES or name in _STAYS or name in _IS_KEPT or _is_of_elements(name))
+
+
+def _has_numbered(part: SeenPart, args: Any) -> bool:
+    """Whether there is something for each row beside a part that was not made of one: it goes by the rows' numbers."""
+    if part.dim() != 2 or part.shape[0] < 2:
+        return False
+    plain = (each for each in nested(args) if isinstance(each, torch.Tensor) and not isinstance(each, SeenPart))
+    of_rows = [(part.shape[0], 1), (part.shape[0],)]
+    return any(each.shape == of_rows[0] or (each.shape == of_rows[1] and each.dtype is torch.bool) for each in plain)
 
 
 def _is_of_elements(name: str) -> bool:
