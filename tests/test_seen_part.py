@@ -278,6 +278,20 @@ def test_what_is_done_to_whole_rows_says_nothing() -> None:
     assert run_ranks(2, said_of, "rows", False) == [[*OF_ROWS]] * 2
 
 
+def asked_for_a_shape() -> list[bool]:
+    model = model_of("cut")
+    dmp.ranks.say_once.cache_clear()
+    with Said() as said:
+        shapes = [model.module.users.weight.shape[0], model.module.users.weight.size(0)]
+        next(model.parameters()).numel()
+    assert shapes[0] == shapes[1] and model.module.users.num_embeddings == 11
+    return [text.startswith("a script asks a table's weight for its shape") for text in said.texts]
+
+
+def test_a_shape_that_a_script_reads_is_said_to_be_of_the_part() -> None:
+    assert run_ranks(2, asked_for_a_shape) == [[True], [True]]
+
+
 def wrong_shapes() -> str:
     model = model_of("cut")
     with pytest.raises(dmp.ShardError, match="copy_: this rank has a part of shape") as error:

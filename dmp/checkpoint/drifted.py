@@ -1,7 +1,7 @@
 """Copies of weights that are not the same on all ranks when they are saved: one of them is, and nobody would know.
 
 Averaged gradients keep copies the same. They drift where the model's own code writes into one what its batch gives, or
-a program steps by gradients that nobody averaged.
+a program steps by gradients that nobody averaged, or by noise, where it draws as many numbers as its rank's part has.
 """
 
 from __future__ import annotations
@@ -45,5 +45,6 @@ def say_of_drift(model: nn.Module, tensors: Mapping[str, ChunkedTensor], env: Sh
             f"{name!r}{f' (and {others} more)' if others else ''} has other values on rank {rank} than on rank 0, "
             "where copies should be the same; one of them is saved. Either the model's code writes into it what its "
             "own batch gives, or steps were taken by gradients that nobody averaged, as under no_sync() and by "
-            "torch.autograd.grad"
+            "torch.autograd.grad, or by random numbers that were drawn in the shapes of tables' parts (noise of "
+            "p.shape), which leaves the ranks' generators apart"
         )

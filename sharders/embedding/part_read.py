@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import Shard, ShardError
+from dmp import Shard, ShardError, ranks
 from sharders.embedding.asked_of import INDEXED, UNKNOWN, asked_of, reader, self_of
 from sharders.embedding.drawn_later import carry_place
 from sharders.embedding.operations import MIXES_COLUMNS, MIXES_ROWS, MOVES, dims_of, is_pointwise, operations
@@ -73,6 +73,11 @@ class Part(torch.Tensor):
         asked = asked_of(frame)
         if all(_is_seen(what) for what in asked) and _is_outside(frame, holder):
             return seen(parameter, lambda: f"table {table!r}", size[1], is_weight=True)
+        if not _SIZES.isdisjoint(asked) and _is_outside(frame, holder):
+            ranks.say_once(
+                "a script asks a table's weight for its shape, and gets that of this rank's part: ids drawn below it, "
+                "and masks of it, are of this rank's row numbers. The module's num_embeddings is the whole table's"
+            )
         if is_whole and not torch.is_grad_enabled():
             return parameter
         is_of_sizes = all(what in ALLOWED or what in _SIZES for what in asked)
