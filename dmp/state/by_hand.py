@@ -25,7 +25,6 @@ from dmp.put_around import put_inside
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 
-
 _SHORTEST = 256
 """Numbers in a flat vector of all weights of a model."""
 
