@@ -49,6 +49,7 @@ For the whole process, once
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - `dmp/chunked.py: torch.serialization.add_safe_globals`: `torch.load` knows what a rank has written of its chunks
+- torch.compile is told of a class of tensors that it does not take (sharders/embedding/seen_part.py)
 - `all_reduce`, `broadcast`, `reduce` and `scatter` of torch.distributed refuse parts of a wrapped model's tensors,
   which they would mix with other parts (dmp/state/by_hand.py)
 - torch's checkpoint keeps in a state dict what a rank has no chunk of, and what torch gathers of a `ShardedTensor` is

@@ -7,8 +7,8 @@ read, or changed in a gradient, by its number, or anything else is made (scores,
 has for each element, or whole row, what it has of the whole's: who only looks may go on. What is drawn in its place is
 drawn as `drawn_later` has it. A row of the table that is written by its number (`emb.weight.data[0] = 0` for padding)
 is an error: it would be another one on each rank. Optimizers get the plain gradient while they step, at a plain
-tensor's cost; those that do not work on each element are judged by
-themselves, see `dmp.wrap.optimizer_trial`.
+tensor's cost; those that do not work on each element are judged by themselves, see `dmp.wrap.optimizer_trial`.
+torch.compile, which fails at tensors of other classes, runs what takes a part as it stands.
 
 Of a weight it is what the attribute gives that is indexed, or copied without a gradient; a model's own method gets a
 `Part`, see `part_read`, and who lists parameters the parameter itself.
@@ -129,6 +129,7 @@ def seen(
         is_weight: they are the table's own.
         is_row: they were found by the number of a row.
     """
+    _prepare()
     made = part.as_subclass(SeenPart)
     made._table, made._columns, made._is_weight, made._is_row = table, columns, is_weight, is_row
     carry_place(part, made)
@@ -143,7 +144,6 @@ def hand_out(parameter: torch.Tensor, table: Callable[[], str], columns: int) ->
         table: gives its name.
         columns: of the table.
     """
-    _step_plainly()
     gradient = parameter.grad
     if type(gradient) is torch.Tensor and not gradient.requires_grad:
         carry_place(parameter, gradient)
@@ -155,9 +155,12 @@ _put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyD
 
 
 @cache
-def _step_plainly() -> None:
+def _prepare() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    import torch._dynamo.config as compiling  # whoever has an optimizer has imported it
+
+    compiling.nontraceable_tensor_subclasses.add(SeenPart)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -213,7 +216,7 @@ def _mixes(name: str, part: SeenPart, args: Any, kwargs: Any, made: Any) -> bool
     if name in MIXES_COLUMNS:
         has_rows = part.dim() == 2 and part.shape[1] == part._columns
         return not has_rows or bool({0, -2} & dims_of(name, args, kwargs))
-    is_other = isinstance(made, torch.Tensor) and not name.startswith("__")
+    is_other = isinstance(made, torch.Tensor) and not name.startswith("_")
     return is_other and not (name in MOVES or name in _STAYS or name in _IS_KEPT or _is_of_elements(name))
 
 
