@@ -9,6 +9,7 @@ A copy of a part, divided by the number of ranks, or beside all others in one fl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
@@ -36,7 +37,8 @@ def refuse_parts() -> None:
 
 
 def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
-    if isinstance(tensor, torch.Tensor) and (_may_be_of_a_model(tensor) or is_dtensor(tensor)):
+    is_asked = isinstance(tensor, torch.Tensor) and (_may_be_of_a_model(tensor) or is_dtensor(tensor))
+    if is_asked and not sys._getframe(2).f_globals.get("__name__", "").startswith(("dmp.", "sharders.")):
         name, env = _part_of(tensor)
         if env is not None:
             group = signature(own).bind(tensor, *args, **options).arguments.get("group")
@@ -50,13 +52,16 @@ def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
 
 
 def _may_be_of_a_model(tensor: torch.Tensor) -> bool:
-    """At a glance: programs reduce their metrics so, too."""
-    return (tensor.dim() == 2 and tensor.is_leaf) or (tensor.dim() == 1 and tensor.numel() >= _SHORTEST)
+    """At a glance: programs reduce their metrics so, too; what our own steps send is not asked at all."""
+    is_of_form = (tensor.dim() == 2 and tensor.is_leaf) or (tensor.dim() == 1 and tensor.numel() >= _SHORTEST)
+    return is_of_form and tensor.is_floating_point()
 
 
 def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
     """The name of what a tensor is the rank's part of, or the gradient of its part, and where that is cut, if it is."""
     for model in live.models:
+        if not (model.sharded_modules or is_dtensor(tensor)):
+            continue  # all ranks have all of it
         named = dict(model.named_parameters())
         for name, parameter in named.items():
             if any(each is not None and _is_the_same(tensor, each) for each in (parameter, parameter.grad)):
@@ -68,7 +73,7 @@ def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
 
 def _copied(tensor: torch.Tensor, named: Mapping[str, nn.Parameter], model: Any) -> str | None:
     """What is cut, and is a tensor's values times some number, by itself or beside the model's others in one vector."""
-    if is_dtensor(tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:
+    if is_dtensor(tensor) or tensor.layout != torch.strided:
         return None
     vectors = [named, {name: p for name, p in named.items() if p.requires_grad}]
     for held in ({name: p} for name, p in named.items()) if tensor.dim() == 2 else vectors:
