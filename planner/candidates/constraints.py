@@ -107,7 +107,7 @@ def constraints_of(constraints: Mapping[str, Constraint], parameters: Collection
     if not all(isinstance(key, str) for key in constraints):
         raise PlanError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
     known = Answering(parameters)
-    found = {name: Constraint() for name in parameters}
+    found = dict.fromkeys(parameters, Constraint())
     for key in sorted(constraints, key=known.keys.__contains__):
         constraint = constraints[key]
         if not isinstance(constraint, Constraint):
@@ -118,7 +118,8 @@ def constraints_of(constraints: Mapping[str, Constraint], parameters: Collection
                 f"constraints name {key!r}, which no parameter that a sharder takes answers to; {known.keys.hint(key)}"
             )
         for name in matched:
-            found[name] = replace(found[name], **constraint.given())
+            before = found[name].given()
+            found[name] = replace(constraint, **{**before, **constraint.given()}) if before else constraint
     return found
 
 

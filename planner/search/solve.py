@@ -34,7 +34,7 @@ from planner.search.tight import pour
 
 _WORK = 740e3
 """In all but the bound, in about microseconds,"""
-_MORE, _MOST = 130e3, 380e3
+_MORE, _MOST = 130e3, 200e3
 """and so much more for few items, whose options are soon made, and for very few;"""
 _OPTIONS = 130.0
 """and so much less for each of more than few, whose options take time to be made."""
