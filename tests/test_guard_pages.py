@@ -37,7 +37,7 @@ from sharders.embedding.partial_columns import PartialColumns
 from sharders.embedding.placement import neighbours
 from sharders.embedding.ragged import Columns
 from sharders.embedding.received import Received
-from sharders.embedding.way import offsets
+from sharders.embedding.whole import offsets
 from tests.guard_pages import GuardedMemory
 from tests.programs import run_program
 from tests.test_partial_columns import draw as draw_partials

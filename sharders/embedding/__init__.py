@@ -39,6 +39,7 @@
 - `path`: what pooled and unpooled lookups share: the way back
 - `partials`: what travels of bags whose rows lie on several ranks
 - `pooled`: pooled lookups and their backward
+- `whole`: lookups that travel with all their columns
 - `way`: tables whose results travel alike, lookups to updates
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back

@@ -58,12 +58,24 @@ class OwnedBags(NamedTuple):
 
     def cut(self) -> tuple[OwnedBags, OwnedBags]:
         """Those of all sources but the last, and those of the last."""
-        bags, ids, segments = (sum(of) for of in zip((0, 0, 0), *self.of_sources[:-1], strict=True))
-        bounds = (None, None) if self.bags is None else (self.bags[: bags + 1], self.bags[bags:] - ids)
-        weights = (None, None) if self.weights is None else (self.weights[:ids], self.weights[ids:])
-        first = OwnedBags(self.ids[:ids], self.segments[:segments], bounds[0], weights[0], self.of_sources[:-1])
-        last = OwnedBags(self.ids[ids:], self.segments[segments:], bounds[1], weights[1], self.of_sources[-1:])
-        return first, last
+        at = len(self.of_sources) - 1
+        return self._of(slice(0, at)), self._of(slice(at, at + 1))
+
+    def each(self) -> list[OwnedBags]:
+        """Those of every source."""
+        return [self._of(slice(i, i + 1)) for i in range(len(self.of_sources))]
+
+    def _of(self, which: slice) -> OwnedBags:
+        """Of some neighbouring sources."""
+        before, of_sources = self.of_sources[: which.start], self.of_sources[which]
+        (bag, first, segment), (last_bag, last, last_segment) = (
+            [sum(of) for of in zip((0, 0, 0), *parts, strict=True)] for parts in (before, [*before, *of_sources])
+        )
+        bounds = None if self.bags is None else self.bags[bag : last_bag + 1]
+        if bounds is not None and first:
+            bounds = bounds - first
+        weights = None if self.weights is None else self.weights[first:last]
+        return OwnedBags(self.ids[first:last], self.segments[segment:last_segment], bounds, weights, of_sources)
 
 
 def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> OwnedBags:
@@ -362,31 +374,28 @@ class Partials:
         self.awaited = [coming.elements[place] for place in places]
         """From each."""
 
-    def looked_up(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Flat, for the others in rank order.
+    def look_up_others(self, parts: Sequence[torch.Tensor]) -> None:
+        """Write what goes to the others, in rank order.
 
         Args:
-            out: flat memory that may be used.
+            parts: flat memory for each of them, or for all, one behind the other.
         """
-        if len(self._runs) == 1:
-            return self._rows(0, self._of_others[0], out)
-        in_order = [part for of_source in self.by_source() for part in of_source]
-        return torch.cat(in_order, out=out) if in_order else torch.zeros(0, dtype=self._dtype)
-
-    def by_source(self) -> list[tuple[torch.Tensor, ...]]:
-        """The same for each of the others, run by run; none without runs."""
-        parts = [self._rows(i, bags, None) for i, bags in enumerate(self._of_others)]
-        cuts = [part.split(of) for part, of in zip(parts, self._sizes_of_others(), strict=True)]
-        return list(zip(*cuts, strict=True))
+        if len(self._runs) == len(parts) == 1:
+            self._fill(0, self._of_others[0], parts[0])
+            return
+        sizes = self._sizes_of_others()
+        if len(parts) == 1:
+            parts = parts[0].split([sum(of_source) for of_source in zip(*sizes, strict=True)])
+        each = [bags.each() for bags in self._of_others]
+        for part, of_source, of_sizes in zip(parts, zip(*each, strict=True), zip(*sizes, strict=True), strict=True):
+            for i, (bags, piece) in enumerate(zip(of_source, part.split(of_sizes), strict=True)):
+                self._fill(i, bags, piece)
 
     def look_up_own(self, out: torch.Tensor) -> None:
         """Flat, for this rank."""
         sizes = [bags.num_bags * run.width for run, bags in zip(self._runs, self._own, strict=True)]
-        parts = out.split(sizes) if len(sizes) != 1 else (out,)
-        for i, (bags, of_run) in enumerate(zip(self._own, parts, strict=True)):
-            found = self._rows(i, bags, of_run)
-            if found.data_ptr() != of_run.data_ptr():
-                of_run.copy_(found)
+        for i, (bags, of_run) in enumerate(zip(self._own, out.split(sizes), strict=True)):
+            self._fill(i, bags, of_run)
 
     @cached_property
     def own_rows(self) -> list[OwnRows] | None:
@@ -404,12 +413,16 @@ class Partials:
                 at = stop
         return found
 
-    def _rows(self, run: int, bags: OwnedBags, out: torch.Tensor | None) -> torch.Tensor:
-        tbe, _, width = self._runs[run]
-        if out is not None:
-            out = out.view(-1, width) if tbe.bank.weights.dtype == self._dtype else None
+    def _fill(self, run: int, bags: OwnedBags, out: torch.Tensor) -> None:
+        (tbe, _, width), to = self._runs[run], None
+        if not out.numel():
+            return
+        if tbe.bank.weights.dtype == self._dtype:
+            to = out.view(-1, width)
         with phase(self._spent, FORWARD):
-            return tbe.lookup.rows(bags.read(), out).to(self._dtype).view(-1)
+            found = tbe.lookup.rows(bags.read(), to)
+        if found.data_ptr() != out.data_ptr():
+            out.copy_(found.reshape(-1))
 
     def _sizes_of_others(self) -> list[list[int]]:
         """For each run, elements for each of the others."""

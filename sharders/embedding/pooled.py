@@ -22,7 +22,8 @@ from sharders.embedding.lookup.torch_kernel import Into, RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
-from sharders.embedding.way import Kind, Way, offsets
+from sharders.embedding.way import Kind, Way
+from sharders.embedding.whole import offsets
 
 APART_BYTES = 1 << 20
 """Of a rank's gradients: where there are more, sums are not sent beside them."""

@@ -13,7 +13,7 @@ Where partials are fewer bytes than that they go straight to the ranks of the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -82,17 +82,23 @@ class PooledOutputDist:
         """The same to be written; None where some have the same, to be summed."""
 
     def memory(
-        self, rows: int, dtype: torch.dtype, device: torch.device, partials: Partials | None
-    ) -> torch.Tensor | None:
-        """Flat memory that travels as it is: `rows` of this rank's lookup for the others, then partials for them.
+        self, rows: Sequence[int], dtype: torch.dtype, device: torch.device, partials: Partials | None
+    ) -> tuple[torch.Tensor, list[tuple[int, int]]] | None:
+        """Flat memory that travels: for each of the others its `rows` of this rank's lookup, then its partials.
 
-        None where what travels is put together first: for several ranks of both, and in another dtype.
+        Returns:
+            With it, runs of rows that lie one behind the other: how many, and the first element. None where what
+            travels has another dtype.
         """
-        count = rows * self.widths[self.me]
-        if self.codecs.results is not None or not count or (partials is not None and len(self._others) > 1):
+        width, others = self.widths[self.me], [i for i in self._others if rows[i]]
+        if self.codecs.results is not None or not width or not others:
             return None
-        of_others = 0 if partials is None else sum(partials.sent[i] for i in self._others)
-        return self.channel.empty(count + of_others, dtype, device)
+        sent = [0] * len(rows) if partials is None else partials.sent
+        sizes = [rows[i] * width + sent[i] for i in self._others]
+        places = [(rows[i], at) for i, at in zip(self._others, accumulate(sizes, initial=0), strict=False)]
+        if len(places) > 1 and not any(sent[i] for i in self._others):
+            places = [(sum(rows[i] for i in self._others), 0)]
+        return self.channel.empty(sum(sizes), dtype, device), places
 
     def landing(
         self, rows: Sequence[int], blocks: Blocks, partials: Partials | None, dtype: torch.dtype, device: torch.device
@@ -105,7 +111,7 @@ class PooledOutputDist:
 
     def forward(
         self,
-        others: torch.Tensor,
+        others: torch.Tensor | None,
         look_up_own: Callable[[], torch.Tensor | None],
         out: torch.Tensor,
         rows: Sequence[int],
@@ -117,14 +123,14 @@ class PooledOutputDist:
         """Begin to exchange lookups.
 
         Args:
-            others: (rows of the others, own width).
+            others: (rows of the others, own width); None where they are in `memory`.
             look_up_own: called when the exchange is under way; writes `own_columns` of `out`, or gives
                 (rows[me], own width).
             out: (rows[me], width), in whose other columns there are results of other tables.
             rows: of each destination.
             blocks: of each destination, where features have batch sizes of their own.
             partials: the call's.
-            memory: in which `others` may lie.
+            memory: see `memory`.
             landing: for their gradients.
 
         Returns:
@@ -132,10 +138,11 @@ class PooledOutputDist:
         """
         mine = rows[self.me]
         to, came_from = self._sizes(rows, blocks)
-        wire = others.reshape(-1)
-        if blocks is not None:
+        wire = None if others is None else others.reshape(-1)
+        if blocks is not None and others is not None:
             parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
-            wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
+            none = others.new_empty(0)
+            wire = torch.cat([none, *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
         exchange, own_partials = self._begin(wire, to, came_from, partials, memory, landing)
         own = look_up_own()
         came, there = {self.me: out}, self._beside_own
@@ -180,7 +187,7 @@ class PooledOutputDist:
 
     def _begin(
         self,
-        wire: torch.Tensor,
+        wire: torch.Tensor | None,
         to: Sequence[int],
         came_from: Sequence[int],
         partials: Partials | None,
@@ -191,6 +198,8 @@ class PooledOutputDist:
         for those that it reads from tables."""
         codec = self.codecs.results
         if partials is None:
+            wire = memory if wire is None else wire
+            assert wire is not None
             return ResultExchange(self._results, codec, wire, to, came_from, landing=landing), None
         wire = self._with_partials(wire, [to[i] for i in self._others], partials, memory)
         send_sizes = [n + m for n, m in zip(to, partials.sent, strict=True)]
@@ -211,21 +220,20 @@ class PooledOutputDist:
         return self._partial_columns is not None and self._partial_columns.takes(matrix)
 
     def _with_partials(
-        self, wire: torch.Tensor, sizes: Sequence[int], partials: Partials, memory: torch.Tensor | None
+        self, wire: torch.Tensor | None, sizes: Sequence[int], partials: Partials, memory: torch.Tensor | None
     ) -> torch.Tensor:
-        """Flat lookups, `sizes` for each of the others, and behind them its partials."""
-        num = wire.numel()
-        if memory is None or wire.data_ptr() != memory.data_ptr():
-            count = num + sum(partials.sent[i] for i in self._others)
-            memory = None if self.codecs.results else self.channel.empty(count, wire.dtype, wire.device)
-            if num:
-                cuts = zip(wire.split(sizes), partials.by_source() or [()] * len(sizes), strict=True)
-                return torch.cat([part for whole, runs in cuts for part in (whole, *runs)], out=memory)
-            return partials.looked_up(memory)
-        behind = memory[num:]
-        found = partials.looked_up(behind)
-        if found.data_ptr() != behind.data_ptr():
-            behind.copy_(found)
+        """Flat lookups, `sizes` for each of the others, and behind each its partials; in memory without `wire`."""
+        cuts = [n for i, size in zip(self._others, sizes, strict=True) for n in (size, partials.sent[i])]
+        if wire is not None:
+            is_sent = self.codecs.results is None
+            of_wire = sum(cuts), wire.dtype, wire.device
+            memory = self.channel.empty(*of_wire) if is_sent else wire.new_empty(sum(cuts))
+        assert memory is not None
+        parts = memory.split(cuts)
+        if wire is not None and wire.numel():
+            for part, lookup in zip(parts[::2], wire.split(list(sizes)), strict=True):
+                part.copy_(lookup)
+        partials.look_up_others(parts[1::2] if any(sizes) else [memory])
         return memory
 
     def _lookup(self, came: torch.Tensor, source: int, mine: int, blocks: Blocks) -> torch.Tensor:

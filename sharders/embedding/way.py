@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.input_dist import InputDist
-from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
+from sharders.embedding.local_tables import TableStore
+from sharders.embedding.lookup.kernels import can_place
 from sharders.embedding.lookup.numba_layout import ALL_BITS, int64, shift
 from sharders.embedding.lookup.pages import to_write
-from sharders.embedding.lookup.reads import Bags, Given, Segmented
+from sharders.embedding.lookup.reads import Bags, Given, Segmented, Sources
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
 from sharders.embedding.path import Trained
@@ -23,14 +23,7 @@ from sharders.embedding.peers import Peers, own_last
 from sharders.embedding.phases import FORWARD, OUTPUT, phase
 from sharders.embedding.pooled_output import Blocks, output_dists
 from sharders.embedding.received import joined
-
-
-class Whole(NamedTuple):
-    """Slots of a TBE that are looked up with all their columns."""
-
-    tbe: TBE
-    lookup: Lookup
-    num_slots: int
+from sharders.embedding.whole import Whole, offsets, whole_of
 
 
 @dataclass(frozen=True)
@@ -61,9 +54,10 @@ class Way:
     ) -> None:
         self.peers, self.store, self.input_dist, self.dtype, self.device = kind.peers, store, input_dist, dtype, device
         placement, peers = store.placement, kind.peers
+        self.sources = tuple(peers.sources)
         self.pieces = placement.pieces(store.rank, kind.whole)
         """Slots here whose lookups travel whole."""
-        self.whole = [w for tbe in store.sharded if (w := _whole_of(store, tbe, kind.whole)).num_slots]
+        self.whole = [w for tbe in store.sharded if (w := whole_of(store, tbe, kind.whole)).num_slots]
         slots, ends = [slot for piece in self.pieces for slot in piece], accumulate(of.num_slots for of in self.whole)
         self._slots = [slots[a:b] for a, b in pairwise([0, *ends])]
         """Of each of these its slots."""
@@ -101,11 +95,8 @@ class Way:
         dists, own = self.output_dists, self.peers.own
         others, mine = own[: -self.peers.outer.size], own[-self.peers.outer.size :]
         with phase(call.spent, FORWARD):
-            num_rows = sum(call.samples[s] for s in others)
             partials = self._partials(call)
-            memory = dists[0].memory(num_rows, self.dtype, self.device, partials)
-            to = None if memory is None else memory[: num_rows * self.width].view(num_rows, -1)
-            looked_up = self._look_up(call, others, to)
+            memory, looked_up = self._look_up_others(call, others, partials)
         targets = [out]
         if len(dists) > 1:
             targets.insert(0, out.new_empty(sum(call.samples[s] for s in mine), dists[0].width))
@@ -217,17 +208,14 @@ class Way:
         of_partials = elements_of_sources(self.runs, self._owned(call, sources)) or [0] * len(sources)
         return [call.samples[i] * self.width + n for i, n in zip(sources, of_partials, strict=True)]
 
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """See `Peers`."""
-        return tuple(self.peers.sources)
-
     def train(self, call: Call, grad: torch.Tensor) -> Trained:
         """See `Path`; flat gradients of all `sources`."""
         sources = self.sources
         given, factor = call.kept.pop(("given", self), (None, 1.0))
         of_partials = call.kept.pop(("given of partials", self), None)
-        lookup, of_runs = self._cut(call, grad, sources, (given is None, of_partials is None))
+        apart, clips = self._apart(call) is not None, any(of.tbe.bank.clips for of in self.whole)
+        as_it_lies = apart and not clips  # which may be asked for since the forward
+        lookup, of_runs = self._cut(call, grad, sources, (given is None, of_partials is None), as_it_lies)
         orders, at = iter(self.order(call)), 0
         for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
             own = self.output_dists[0].columns_read[at : at + num_slots]
@@ -236,7 +224,8 @@ class Way:
                 continue
             train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
             where = {"given": Given(given, own, factor)} if given is not None else {}
-            yield tbe, train(columns, bags, order=next(orders), **where)
+            order = next(orders)
+            yield tbe, train(columns, bags, order=order if as_it_lies == apart else None, **where)
         for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
@@ -257,11 +246,24 @@ class Way:
         """Of each lookup that `train` updates; see `Lookup`."""
         sources = self.sources
         whole = zip(self.whole, self._bags(call, sources), strict=True)
-        found = [of.lookup.order_pooled(bags) for of, bags in whole if of.tbe.is_trainable]
+        how = {} if (apart := self._apart(call)) is None else {"sources": apart}
+        found = [of.lookup.order_pooled(bags, **how) for of, bags in whole if of.tbe.is_trainable]
         of_runs = zip(self.runs, self._owned(call, sources), strict=True)
         own = self._own_lengths(call)
         last = {} if own is None else {"last": own}
         return found + [run.tbe.lookup.order_rows(bags.read(), **last) for run, bags in of_runs if run.tbe.is_trainable]
+
+    @once_per_call
+    def _apart(self, call: Call) -> Sources | None:
+        """Where gradients of lookups lie, with those of partials between them, for the update to read them there; None
+        where they are put together."""
+        samples = tuple(call.samples[i] for i in self.sources)
+        sources = Sources(samples, tuple(accumulate(self.sizes(call)[:-1], initial=0)), self.width)
+        reads = self.runs and self.width and self._places and self.peers.num_replicas == 1
+        if not reads or call.wants_weight_gradient or any(of.tbe.bank.clips for of in self.whole):
+            return None
+        is_in_one = len(samples) <= 2 and self._saved(call, samples[-1]) > 0  # and the update reads this rank's own
+        return None if is_in_one or not all(of.can_order(sources) for of in self._placing) else sources
 
     def weight_gradients(self, call: Call, grad: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(source, slot, gradients of its weights) of each of the own sources and each slot here.
@@ -285,31 +287,39 @@ class Way:
             parts = found.split([counts[source][slot] for source, slot in places])
             yield from ((*place, part) for place, part in zip(places, parts, strict=True))
 
-    def _look_up(self, call: Call, sources: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
-        """(samples of these sources, columns of this rank's slots).
+    def _look_up_others(
+        self, call: Call, sources: Sequence[int], partials: Partials | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Memory that travels, with what was looked up for these sources; else that, as it is."""
+        found, rows = None, self._rows(call, 0)
+        if self._places and not call.has_sizes:
+            found = self.output_dists[0].memory(rows, self.dtype, self.device, partials)
+        if found is None:
+            return None, self._look_up(call, sources)
+        memory, places = found
+        of_places = [sources] if len(places) == 1 else [[source] for source in sources]
+        for (num, at), of in zip(places, of_places, strict=True):
+            if num:
+                self._write(call, of, memory[at : at + num * self.width].view(num, self.width), self._in_a_row)
+        return memory, None
 
-        Args:
-            sources: neighbours.
-            out: memory of that shape which may be used.
-        """
+    def _look_up(self, call: Call, sources: Sequence[int]) -> torch.Tensor:
+        """(samples of these sources, which are neighbours; columns of this rank's slots)."""
         rows = sum(call.samples[s] for s in sources)
         if not rows or not self.width:
             return torch.zeros(rows, self.width, dtype=self.dtype, device=self.device)
         if self._places:
-            out = to_write(torch.empty(rows, self.width, dtype=self.dtype, device=self.device)) if out is None else out
+            out = to_write(torch.empty(rows, self.width, dtype=self.dtype, device=self.device))
             self._write(call, sources, out, self._in_a_row)
             return out
-        read = list(zip(self.whole, self._bags(call, tuple(sources)), strict=True))
-        if len(read) == 1:
-            whole, bags = read[0]
-            return whole.lookup.pooled(bags).to(self.dtype)
-        return torch.cat([whole.lookup.pooled(bags).to(self.dtype) for whole, bags in read], 1)
+        read = zip(self.whole, self._bags(call, tuple(sources)), strict=True)
+        return joined([whole.lookup.pooled(bags).to(self.dtype) for whole, bags in read], 1)
 
     def _look_up_own(self, call: Call, sources: Sequence[int], target: torch.Tensor) -> torch.Tensor | None:
         """What was looked up here for this rank's own samples, where it does not lie in the target already."""
         columns = self.output_dists[0].own_columns
         if not self._places or columns is None:
-            return self._look_up(call, sources, None)
+            return self._look_up(call, sources)
         if len(target):
             self._write(call, sources, target, columns)
         return None
@@ -325,12 +335,18 @@ class Way:
             at += num_slots
 
     def _cut(
-        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...], with_own: tuple[bool, bool] = (True, True)
+        self,
+        call: Call,
+        grad: torch.Tensor,
+        sources: tuple[int, ...],
+        with_own: tuple[bool, bool] = (True, True),
+        as_it_lies: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width).
 
         Args:
             with_own: of the lookup, and of partials; else nobody reads those of this rank's own samples, the last.
+            as_it_lies: of the lookup all is given, with what lies between; see `_apart`.
         """
         samples = [call.samples[i] for i in sources]
         if not self.runs:
@@ -346,14 +362,14 @@ class Way:
         read = slice(None if with_own[1] else -1)
         runs = [joined(cut[i :: 1 + len(of_runs)][read]) for i in range(1, 1 + len(of_runs))]
         by_run = [flat.view(-1, run.width) for run, flat in zip(self.runs, runs, strict=True)]
+        if as_it_lies:
+            rows = grad.numel() // self.width
+            return grad[: rows * self.width].view(rows, self.width), by_run
         of_sources = cut[:: 1 + len(of_runs)]
-        if with_own[0]:
+        if with_own[0] or len(sources) > 2:
             return torch.cat(of_sources).view(sum(samples), self.width), by_run
-        if len(sources) <= 2:  # those of the other lie in front; behind them there is something, which is not read
-            return grad[: sum(of_lookup)].view(sum(samples), self.width), by_run
-        lookup = grad.new_empty(sum(of_lookup))
-        torch.cat(of_sources[:-1], out=lookup[: sum(of_lookup[:-1])])
-        return lookup.view(sum(samples), self.width), by_run
+        # Those of the other lie in front; behind them there is something, which is not read.
+        return grad[: sum(of_lookup)].view(sum(samples), self.width), by_run
 
     def _by_whole(
         self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
@@ -430,20 +446,3 @@ class Way:
         if index == 0:
             return [[size[h * inner.size + i] for h in own_last(outer)] for i in range(inner.size)]
         return [[size[h * inner.size + inner.rank]] for h in range(outer.size)]
-
-
-def offsets(lengths: torch.Tensor) -> torch.Tensor:
-    """(S * B + 1,) bounds of the bags whose lengths are (S, B)."""
-    flat = lengths.reshape(-1)
-    bounds = flat.new_zeros(flat.numel() + 1)
-    torch.cumsum(flat, 0, out=bounds[1:])
-    return bounds
-
-
-def _whole_of(store: TableStore, tbe: TBE, tables: Collection[int]) -> Whole:
-    """A TBE's lookup, or another in the same bank where some of its tables go another way."""
-    slots = store.placement.slots[store.rank]
-    mine = [i - tbe.slots.start for i in tbe.slots if slots[i].table in tables]
-    if len(mine) in (0, len(tbe.slots)):
-        return Whole(tbe, tbe.lookup, len(mine))
-    return Whole(tbe, compile_lookup(tbe.bank, [tbe.lookup.ranges[i] for i in mine], store.kernel), len(mine))

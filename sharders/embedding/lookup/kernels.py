@@ -21,7 +21,7 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.reads import Bags, Given, Segmented
+from sharders.embedding.lookup.reads import Bags, Given, Segmented, Sources
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 
@@ -110,6 +110,16 @@ class PlacingLookup(Lookup, Protocol):
         Args:
             grad: (B, any) of the bank's dtype.
             columns: as above.
+        """
+
+    def can_order(self, sources: Sources) -> bool:
+        """Whether it reads gradients that lie so."""
+
+    def order_pooled(self, read: Bags, sources: Sources | None = None) -> Any:
+        """See `Lookup`.
+
+        Args:
+            sources: where gradients lie, in what the calls below are given with this order; not clipped.
         """
 
     def saved_by_given(self, num_samples: int, num_ids: int) -> float:

@@ -36,6 +36,7 @@ from sharders.embedding.lookup.numba_layout import (
     addresses,
     int64,
     longs,
+    order_of_sources,
     place_of,
     places_in,
     scalar,
@@ -46,7 +47,7 @@ from sharders.embedding.lookup.numba_layout import (
 from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, elements_of, entry_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import to_write
-from sharders.embedding.lookup.reads import Bags, Given, Segmented, Segments
+from sharders.embedding.lookup.reads import Bags, Given, Segmented, Segments, Sources
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
@@ -84,14 +85,21 @@ class NumbaLookup(TorchLookup):
         to_sum, fills_lines = self._placed_runs(self._num_bags(read.offsets), samples, columns)
         self._sum_bags(read, to_sum, out, fills_lines)
 
-    def order_pooled(self, read: Bags) -> Order:
-        return self._order_bags(read, self._tables.columns, self._most_apart)
+    def order_pooled(self, read: Bags, sources: Sources | None = None) -> Order:
+        if sources is None:
+            return self._order_bags(read, self._tables.columns, self._most_apart)
+        order, runs = order_of_sources(self._tables, sources, read.ids.numel())
+        return self._sort_bags(order, read, runs, False, self._most_apart)
+
+    def can_order(self, sources: Sources) -> bool:
+        """See `PlacingLookup`."""
+        return self._tables.can_order(sources)
 
     def update_pooled(
         self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None, given: Given | None = None
     ) -> None:
         if read.ids.numel():
-            training.train(self.bank, self._tables, self._gradients(grad, read, order, given))
+            training.train(self.bank, self._tables_of(order), self._gradients(grad, read, order, given))
 
     def saved_by_given(self, num_samples: int, num_ids: int) -> float:
         """See `PlacingLookup`: no element is copied, but of each id and block it is asked where the gradient lies."""
@@ -103,7 +111,8 @@ class NumbaLookup(TorchLookup):
     ) -> Tensor:
         flat = torch.zeros_like(self.bank.weights)
         if read.ids.numel():
-            training.write_gradient(self.bank, self._tables, self._gradients(grad, read, order, given), flat)
+            gradients = self._gradients(grad, read, order, given)
+            training.write_gradient(self.bank, self._tables_of(order), gradients, flat)
         return flat
 
     def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented, *, into: Into | None = None) -> RowGradients:
@@ -284,6 +293,7 @@ class NumbaLookup(TorchLookup):
     def _order_bags(self, read: Bags, columns: Tensor, most_apart: int) -> Order:
         num_bags = self._num_bags(read.offsets)
         order = Order(read.ids.numel(), len(self._tables), shift(num_bags), columns)
+        order.num_bags = num_bags
         return self._sort_bags(order, read, self._runs(num_bags), False, most_apart)
 
     def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool, most_apart: int) -> Order:
@@ -300,6 +310,9 @@ class NumbaLookup(TorchLookup):
         most = self._entry("expand_bags")(*given, *of_tables, order.apart.row_ends, order.apart.firsts)
         return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, tables, weights is not None)
 
+    def _tables_of(self, order: Order | None) -> Tables:
+        return (order and order.tables) or self._tables
+
     def _gradients(
         self, grad: Tensor, read: Bags | Segmented, order: Order | None, given: Given | None = None
     ) -> Gradients:
@@ -308,9 +321,9 @@ class NumbaLookup(TorchLookup):
         weights = _plain(read.weights, self.bank.dtype_of_sums)
         if given is not None:
             assert grad.dtype == given.matrix.dtype and grad.dtype in (self.bank.weights.dtype, self.bank.dtype_of_sums)
-            num_bags = self._num_bags(read.offsets) if isinstance(read, Bags) else order.num_bags
-            return Gradients([grad], grad.stride(0), order, weights, given, num_bags)
-        grad = self._rows_of(self.bank.clipped(grad))
+            return Gradients([grad], grad.stride(0), order, weights, given)
+        if order.tables is None:
+            grad = self._rows_of(self.bank.clipped(grad))
         return Gradients([grad], grad.stride(0), order, weights)
 
     def _entry(self, name: str) -> Callable[..., int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
-from sharders.embedding.lookup.reads import Bags
+from sharders.embedding.lookup.reads import Bags, Sources
 
 BLOCKS = (64, 32, 16, 8, 4, 1)
 """Columns of a row that are worked on at once, by `by_blocks`. Each is read by its own loop over the ids: rows of 8
@@ -75,9 +76,23 @@ class Tables:
         self.line = 64 // bank.weights.element_size()
         self.mean_blocks = sum(_num_blocks(r.chunk.width) for r in ranges) / max(len(ranges), 1)
         self.fills_lines = all(r.chunk.width % self.line == 0 for r in ranges)
+        self._of_sources: dict[int, Tables] = {}
 
     def __len__(self) -> int:
         return len(self.distinct)
+
+    def of_sources(self, num: int) -> Tables:
+        """The same, for columns that each range has as many of."""
+        if num not in self._of_sources:
+            made = self._of_sources[num] = copy.copy(self)
+            made.tables = self.tables.clone()
+            made.tables[:, 2] *= num
+        return self._of_sources[num]
+
+    def can_order(self, sources: Sources) -> bool:
+        """Whether words of 32 bits tell where gradients are."""
+        most = (max(self.in_table, default=0) + 1) * len(sources.samples)
+        return most << shift(_first_of_last(sources) + sources.samples[-1]) <= 1 << ALL_BITS
 
 
 class OfWidth:
@@ -164,7 +179,9 @@ class Order:
     def __init__(self, num_ids: int, num_tables: int, shift: int, columns: Tensor) -> None:
         self.num_ids, self.shift, self.columns = num_ids, shift, columns
         self.num_bags = 0
-        """Of unpooled ids whose last are told by samples: those before, and the samples."""
+        """Of each range, of pooled lookups; where only the last are told by samples, those before and the samples."""
+        self.tables: Tables | None = None
+        """Where each range has columns for every source."""
         self._ends, self.ends = longs(bytes(8 * (num_tables + 1)))
         """(num_tables + 1,) int64; its address."""
         self._begins, self.begins = longs(bytes(8 * num_tables))
@@ -188,6 +205,39 @@ class Order:
     def counts(self) -> list[int]:
         """Of each table its distinct rows."""
         return self._counts.tolist()
+
+
+def order_of_sources(tables: Tables, sources: Sources, num_ids: int) -> tuple[Order, Runs]:
+    """An order, and the bags that it is made of: a *source* counts the samples of one rank, as a feature of its own.
+
+    The last rank's come behind the others', by which they are known where they are `Given`.
+    """
+    num, before = len(sources.samples), [*accumulate(sources.samples, initial=0)]
+    last = _first_of_last(sources)
+    firsts = [0] * (num - 1) + [last]
+    bits = shift(last + sources.samples[-1])
+    order = Order(
+        num_ids,
+        len(tables),
+        bits,
+        (
+            tables.columns.view(-1, 1)
+            + int64([start - first * sources.stride for start, first in zip(sources.starts, firsts, strict=True)])
+        ).view(-1),
+    )
+    order.tables, order.num_bags = tables.of_sources(num), last + sources.samples[-1]
+    ranges = len(tables.in_table)
+    to_sort = torch.empty(ranges, num, 3, dtype=torch.int64, device="cpu")
+    to_sort[:, :, 0] = torch.arange(ranges, device="cpu").view(-1, 1) * before[-1] + int64(before[:-1])
+    to_sort[:, :, 1] = int64(sources.samples)
+    to_sort[:, :, 2] = ((int64(tables.in_table).view(-1, 1) * num + torch.arange(num, device="cpu")) << bits) + int64(
+        firsts
+    )
+    return order, Runs(to_sort, to_sort, tables.first_ranges * num)
+
+
+def _first_of_last(sources: Sources) -> int:
+    return max(sources.samples[:-1], default=0)
 
 
 def scratch_for(num_ids: int) -> Tensor:

@@ -60,8 +60,7 @@ class Gradients(NamedTuple):
         stride: elements from one gradient to the next.
         order: of the ids.
         weights: of the ids, in the dtype of sums; None where each counts once.
-        given: those of the last bags.
-        num_bags: with `given`, of each range.
+        given: those of the last bags of each range, or of all.
     """
 
     parts: Sequence[Tensor]
@@ -69,7 +68,6 @@ class Gradients(NamedTuple):
     order: Order
     weights: Tensor | None = None
     given: Given | None = None
-    num_bags: int = 0
 
     def columns(self) -> tuple[Any, int, int]:
         """What holds them, the columns, and what is said of `given`; see `update` in `numba_loops`."""
@@ -77,10 +75,11 @@ class Gradients(NamedTuple):
         if self.given is None:
             return None, of_ranges.data_ptr(), 0
         matrix, columns, factor = self.given
-        first, stride, grad = self.num_bags - len(matrix), matrix.stride(0), self.parts[0]
+        first, stride, grad = self.order.num_bags - len(matrix), matrix.stride(0), self.parts[0]
         shift, rest = divmod(matrix.data_ptr() - grad.data_ptr(), grad.element_size())
         assert not rest, "elements lie at multiples of their size"
-        held, at = longs([*of_ranges.numpy().tolist(), *(shift + column - first * stride for column in columns)])
+        there = [shift + column - first * stride for column in columns for _ in range(len(of_ranges) // len(columns))]
+        held, at = longs([*of_ranges.numpy().tolist(), *there])
         told, of_given = longs(struct.pack("=qqdq", first, stride, factor, len(of_ranges)))
         return (held, told), at, of_given
 

@@ -42,6 +42,20 @@ class Segmented(NamedTuple):
     weights: Tensor | None = None
 
 
+class Sources(NamedTuple):
+    """Samples of several ranks whose gradients do not lie one behind the other, but those of each rank do.
+
+    Args:
+        samples: of each, in the order of the bags.
+        starts: of each the first element, from that of the matrix of gradients on.
+        stride: elements from one sample's to the next.
+    """
+
+    samples: tuple[int, ...]
+    starts: tuple[int, ...]
+    stride: int
+
+
 class Given(NamedTuple):
     """Gradients of the last samples where a model's backward has left them, in place of the last rows of others.
 
