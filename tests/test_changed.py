@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv, full_state_dict
+from dmp.wrap import ddp_watch
+from tests.equality import attach
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import Net, batch, loss_of, mixed, wrap
 
@@ -240,3 +244,37 @@ def test_data_put_in_a_tables_place_is_taken_over() -> None:
 
 def test_a_tables_parameter_cannot_be_replaced() -> None:
     run_ranks(2, replaced_table)
+
+
+def _asked(has_dense: bool) -> tuple[int, int]:
+    """Nodes that a forward asks torch for, to see that dense weights are held still, and signatures that are read."""
+    module: nn.Module = nn.Linear(2, 2) if has_dense else nn.EmbeddingBag(8, 4, mode="sum")
+    if not has_dense:
+        attach(module, "sgd")
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    given = torch.ones(3, 2) if has_dense else torch.ones(3, 2, dtype=torch.int64)
+    model(given).sum().backward()
+    asked, read = 0, 0
+    apply, signature_of = ddp_watch._Together.apply, inspect._signature_from_function  # type: ignore[attr-defined]
+
+    def counted(*parameters: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return apply(*parameters)
+
+    def read_anew(*arguments: Any, **options: Any) -> Any:
+        nonlocal read
+        read += 1
+        return signature_of(*arguments, **options)
+
+    with (
+        mock.patch.object(ddp_watch._Together, "apply", counted),
+        mock.patch.object(inspect, "_signature_from_function", read_anew),
+    ):
+        model(given).sum().backward()
+    return asked, read
+
+
+def test_what_each_forward_asks_of_torch() -> None:
+    assert run_ranks(2, _asked, True) == [(1, 0)] * 2
+    assert run_ranks(2, _asked, False) == [(0, 0)] * 2, "there is nothing to see"

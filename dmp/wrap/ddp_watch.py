@@ -7,6 +7,7 @@ to the wrapper, to its module, to a part of it or to a parent, the next forward 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -197,8 +198,14 @@ class _Together(torch.autograd.Function):
         raise NotImplementedError("nobody reads the result")
 
 
+# Torch asks for it in every call; to work it out takes longer than the rest of that.
+_Together.forward.__signature__ = inspect.signature(_Together.forward)  # type: ignore[attr-defined]
+
+
 def _accumulators(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """What adds up the gradient of each, and has DDP's hook: a cast makes another, and a cast back one more."""
+    if not parameters:
+        return ()
     together = _Together.apply(*parameters)  # type: ignore[no-untyped-call]
     return () if together.grad_fn is None else together.grad_fn.next_functions  # which is known while the result is
 

@@ -218,7 +218,7 @@ class Placing:
         _kept, matrices = longs([word for of in (out, *read) for word in (of.data_ptr(), of.stride(0))])
         fixed = self._runs.data_ptr(), len(self.runs), self._sources.data_ptr(), matrices
         to = scalar(scale).data_ptr(), int(streams(out, out.stride(0), self._elements_together))
-        rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
+        rows, parts = out.shape[0], threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         threads.run(lambda i: place(*fixed, rows * i // parts, rows * (i + 1) // parts, *to), parts)
 
 

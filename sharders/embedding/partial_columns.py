@@ -92,7 +92,7 @@ class PartialColumns:
         fixed = 0, *words(lengths), lengths.shape[1]
         pieces = self._pieces.data_ptr(), len(self._pieces), self._entries.data_ptr()
         to, past = (out.data_ptr(), out.stride(0)), int(streams(out, out.stride(0), self._together))
-        rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
+        rows, parts = out.shape[0], threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         _kept, of_parts = _by_part(slots, 6, lengths, None, 2, 1, parts)
 
         def part(i: int) -> None:
@@ -118,7 +118,7 @@ class PartialColumns:
         slots[3::4] = array("q", places)
         lengths, pick = partials.lengths, entry_of("pick_gradients", ELEMENTS[out.dtype])
         fixed = grad.data_ptr(), grad.stride(0), *words(lengths), lengths.shape[1]
-        rows, parts = len(grad), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
+        rows, parts = grad.shape[0], threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         num_slots = len(slots) // 4
         _kept, of_parts = _by_part(slots, 4, lengths, 0, 1, 3, parts)
         past = int(streams(out, len(out), gcd(*self._widths)))

@@ -53,7 +53,8 @@ class Received:
             dtype: of the weights.
         """
         num, samples = sum(self.ids[s].numel() for s in sources), sum(self.lengths[s].shape[1] for s in sources)
-        if len(of_slots) < len(chosen):
+        num_slots = chosen.shape[0]
+        if len(of_slots) < num_slots:
             num = sum(self.counts[s][slot] for s in sources for slot in of_slots)
         bounds = torch.empty(len(of_slots) * samples + 1, dtype=torch.int32, device="cpu")
         ids, weights = torch.empty(num, dtype=torch.int32, device="cpu"), None
@@ -69,7 +70,7 @@ class Received:
         ]
         _kept, at = longs(told)
         to = ids.data_ptr(), bounds.data_ptr(), address(weights)
-        entry_of("by_slot")(at, len(sources), len(chosen), chosen.data_ptr(), *to)
+        entry_of("by_slot")(at, len(sources), num_slots, chosen.data_ptr(), *to)
         return Bags(ids, bounds, None if weights is None else weights.to(dtype))
 
     def slot_major(

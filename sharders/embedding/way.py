@@ -169,7 +169,7 @@ class Way:
             and self._places
             and given.stride(1) == 1
             and not any(bank.clips for bank in trained)
-            and self._saved(call, len(given)) > 0
+            and self._saved(call, given.shape[0]) > 0
         )
 
     def _find_own_partials(self) -> tuple[range, tuple[int, ...]] | None:
@@ -257,11 +257,11 @@ class Way:
     def _apart(self, call: Call) -> Sources | None:
         """Where gradients of lookups lie, with those of partials between them, for the update to read them there; None
         where they are put together."""
-        samples = tuple(call.samples[i] for i in self.sources)
-        sources = Sources(samples, tuple(accumulate(self.sizes(call)[:-1], initial=0)), self.width)
         reads = self.runs and self.width and self._places and self.peers.num_replicas == 1
         if not reads or call.wants_weight_gradient or any(of.tbe.bank.clips for of in self.whole):
             return None
+        samples = tuple(call.samples[i] for i in self.sources)
+        sources = Sources(samples, tuple(accumulate(self.sizes(call)[:-1], initial=0)), self.width)
         is_in_one = len(samples) <= 2 and self._saved(call, samples[-1]) > 0  # and the update reads this rank's own
         return None if is_in_one or not all(of.can_order(sources) for of in self._placing) else sources
 
@@ -320,7 +320,7 @@ class Way:
         columns = self.output_dists[0].own_columns
         if not self._places or columns is None:
             return self._look_up(call, sources)
-        if len(target):
+        if target.shape[0]:
             self._write(call, sources, target, columns)
         return None
 

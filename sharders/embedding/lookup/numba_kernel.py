@@ -273,7 +273,7 @@ class NumbaLookup(TorchLookup):
 
     def _sum_bags(self, read: Bags, to_sum: Tensor, out: Tensor, fills_lines: bool) -> None:
         (ids, bounds, _), table, weights = read, self.bank.weights, _plain(read.weights, self.bank.weights.dtype)
-        fixed = (table.data_ptr(), *words(ids), *words(bounds), to_sum.data_ptr(), len(to_sum))
+        fixed = (table.data_ptr(), *words(ids), *words(bounds), to_sum.data_ptr(), to_sum.shape[0])
         to = (address(weights), *self._target(out, fills_lines), scalar(1.0).data_ptr())
         parts, sum_bags = threads.num_parts(ids.numel()), self._entry("sum_bags")
         threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
@@ -336,7 +336,7 @@ class NumbaLookup(TorchLookup):
         return grad if grad.stride(1) == 1 or not grad.numel() else grad.contiguous()
 
     def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed, with_places: bool = False) -> Order:
-        sort_tables, num_rows, num_tables = self._entry("sort_tables"), tables.num_rows.data_ptr(), len(tables.tables)
+        sort_tables, num_rows, num_tables = self._entry("sort_tables"), tables.num_rows.data_ptr(), len(tables.in_bank)
         room = self._entry("lay_out")(order.ends, num_rows, num_tables, order.begins)
         order.make_room(room, with_places)
         parts = min(threads.num_parts(order.num_ids), num_tables)
@@ -382,7 +382,7 @@ class NumbaLookup(TorchLookup):
         order = Order(sum(map(len, rows)), len(tables.tables), bits, columns)
         keys = torch.empty(2, order.num_ids, dtype=torch.int32, device="cpu")
         of_parts = int64([[r.data_ptr(), len(r), start] for r, start in zip(rows, starts, strict=True)])
-        of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), len(tables.tables)
+        of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), tables.tables.shape[0]
         given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.ends
         return self._sort(order, (*addresses(keys), 0), self._entry("expand_parts")(*given), tables)
 

@@ -75,12 +75,13 @@ class Gradients(NamedTuple):
         if self.given is None:
             return None, of_ranges.data_ptr(), 0
         matrix, columns, factor = self.given
-        first, stride, grad = self.order.num_bags - len(matrix), matrix.stride(0), self.parts[0]
+        first, stride, grad = self.order.num_bags - matrix.shape[0], matrix.stride(0), self.parts[0]
         shift, rest = divmod(matrix.data_ptr() - grad.data_ptr(), grad.element_size())
         assert not rest, "elements lie at multiples of their size"
-        there = [shift + column - first * stride for column in columns for _ in range(len(of_ranges) // len(columns))]
-        held, at = longs([*of_ranges.numpy().tolist(), *there])
-        told, of_given = longs(struct.pack("=qqdq", first, stride, factor, len(of_ranges)))
+        here, shift = of_ranges.numpy().tolist(), shift - first * stride
+        times = len(here) // len(columns)  # one for each source, where ranges have several
+        held, at = longs([*here, *(shift + column for column in columns for _ in range(times))])
+        told, of_given = longs(struct.pack("=qqdq", first, stride, factor, len(here)))
         return (held, told), at, of_given
 
 
@@ -139,7 +140,7 @@ def _parts(bank: Bank, tables: Summed, gradients: Gradients) -> Iterator[Gradien
     order = apart.order(torch.zeros_like(gradients.order.columns))
     sums = bank.weights.new_empty(apart.num_elements, dtype=bank.dtype_of_sums)
     marks = torch.empty(apart.num_rows, dtype=torch.int32, device="cpu")
-    num_tables, (begins, counts, rows, starts, ordered) = len(tables.tables), order.addresses[1:6]
+    num_tables, (begins, counts, rows, starts, ordered) = tables.tables.shape[0], order.addresses[1:6]
     fixed = (
         *(*words(ids), *words(bounds), apart.runs.to_sort.data_ptr(), apart.runs.first.data_ptr()),
         *(tables.tables.data_ptr(), tables.num_rows.data_ptr()),
@@ -166,7 +167,7 @@ def _sum(
     """Sum the gradients of each row, and do with it what `kind` says to the first of the arrays and its state."""
     two = "" if gradients.given is None else "two_"
     update_rows = entry_of(f"update_{two}{kind}", elements_of(arrays[0].dtype, gradients.parts[0].dtype))
-    order, num_tables = gradients.order, len(tables.tables)
+    order, num_tables = gradients.order, tables.tables.shape[0]
     if rates is None:
         rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")
     _kept, columns, given = gradients.columns()
