@@ -85,7 +85,8 @@ def expand_bags(
             first = read32_at(of_run)
             for bag in range(read64(runs, 3 * run + 1)):
                 stop = read32_at(of_run + (bag + 1) * bound_bytes)
-                for at in range(to, to + stop - first, FILLED):
+                fill32(sources, to, base + bag)  # without a branch, which half of bags of one id or none would take
+                for at in range(to + FILLED, to + stop - first, FILLED):
                     fill32(sources, at, base + bag)
                 shift, place = to - first, first
                 while keys != 0 and place < stop:
