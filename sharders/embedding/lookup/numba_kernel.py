@@ -56,7 +56,7 @@ _STREAMED_BYTES = 1 << 18
 lines would be fetched to be overwritten. Steps of 1 to 4 MB of results took 0.79 to 0.99 of the time, that of reading
 the results with them; those of 0.25 MB the same."""
 _NS_COPIED, _NS_ASKED = 0.65, 2.8
-_MOST_KEPT = 8  # numbers of bags
+_MOST_KEPT = 64  # numbers of bags; spans of samples, of which there is one for each rank
 _APART_BYTES = 1 << 19
 """Of a table whose gradients are summed without an order of its ids, at most: sums stay in the second cache."""
 _GRADIENTS = "gradients"
