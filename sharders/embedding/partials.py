@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from sharders.embedding.columns import first_columns
 from sharders.embedding.local_tables import SlotRun
+from sharders.embedding.lookup.kernels import MOST_APART, can_place
 from sharders.embedding.lookup.numba_layout import place_of
 from sharders.embedding.lookup.reads import Segmented, Segments
 from sharders.embedding.phases import FORWARD, Spent, phase
@@ -380,16 +381,22 @@ class Partials:
         Args:
             parts: flat memory for each of them, or for all, one behind the other.
         """
+        sizes = self._sizes_of_others()
         if len(self._runs) == len(parts) == 1:
             self._fill(0, self._of_others[0], parts[0])
             return
-        sizes = self._sizes_of_others()
         if len(parts) == 1:
             parts = parts[0].split([sum(of_source) for of_source in zip(*sizes, strict=True)])
-        each = [bags.each() for bags in self._of_others]
-        for part, of_source, of_sizes in zip(parts, zip(*each, strict=True), zip(*sizes, strict=True), strict=True):
-            for i, (bags, piece) in enumerate(zip(of_source, part.split(of_sizes), strict=True)):
-                self._fill(i, bags, piece)
+        of_sources = [part.split(of) for part, of in zip(parts, zip(*sizes, strict=True), strict=True)]
+        for i, bags in enumerate(self._of_others if of_sources else ()):
+            places = [of_source[i] for of_source in of_sources]
+            if len(parts) <= MOST_APART and can_place(self._runs[i].tbe.lookup, self._dtype):
+                for of_source, place in zip(bags.each(), places, strict=True):
+                    self._fill(i, of_source, place)
+                continue
+            with phase(self._spent, FORWARD):
+                found = self._runs[i].tbe.lookup.rows(bags.read(), None).to(self._dtype).view(-1)
+                torch._foreach_copy_(places, found.split(sizes[i]))
 
     def look_up_own(self, out: torch.Tensor) -> None:
         """Flat, for this rank."""

@@ -12,7 +12,7 @@ import torch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TableStore
-from sharders.embedding.lookup.kernels import can_place
+from sharders.embedding.lookup.kernels import MOST_APART, can_place
 from sharders.embedding.lookup.numba_layout import ALL_BITS, int64, shift
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Given, Segmented, Sources
@@ -257,7 +257,8 @@ class Way:
     def _apart(self, call: Call) -> Sources | None:
         """Where gradients of lookups lie, with those of partials between them, for the update to read them there; None
         where they are put together."""
-        reads = self.runs and self.width and self._places and self.peers.num_replicas == 1
+        are_few = len(self.sources) <= 1 + MOST_APART
+        reads = are_few and self.runs and self.width and self._places and self.peers.num_replicas == 1
         if not reads or call.wants_weight_gradient or any(of.tbe.bank.clips for of in self.whole):
             return None
         samples = tuple(call.samples[i] for i in self.sources)
@@ -292,7 +293,7 @@ class Way:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Memory that travels, with what was looked up for these sources; else that, as it is."""
         found, rows = None, self._rows(call, 0)
-        if self._places and not call.has_sizes:
+        if self._places and not call.has_sizes and (partials is None or len(sources) <= MOST_APART):
             found = self.output_dists[0].memory(rows, self.dtype, self.device, partials)
         if found is None:
             return None, self._look_up(call, sources)

@@ -146,6 +146,11 @@ class PlacingLookup(Lookup, Protocol):
         """See `Lookup`."""
 
 
+MOST_APART = 16
+"""Ranks whose results are looked up, and whose gradients are read, each by itself where they do not lie together: of
+more the calls would cost what the copy does."""
+
+
 def can_place(lookup: Lookup, dtype: torch.dtype) -> TypeGuard[PlacingLookup]:
     """Whether it is one that writes sums where they belong, and reads gradients where they are, of this dtype."""
     return hasattr(lookup, "pooled_to") and lookup.bank.weights.dtype == dtype
