@@ -22,6 +22,8 @@ from dmp.contracts import (
     hook,
 )
 from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.plans.plan import ShardingPlan
@@ -41,12 +43,14 @@ class Owned:
         aliases: every path, the first included.
         sharder: who has.
         infos: parameters that it named, by their relative names; others in the module are data-parallel ones.
+        kind: class of the module.
     """
 
     path: str
     aliases: tuple[str, ...]
     sharder: ModuleSharder
     infos: Mapping[str, ParameterInfo]
+    kind: type[nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +110,30 @@ class Assembly:
         restore_ties(ties)
 
     def sharded_names(self) -> frozenset[str]:
-        """Names (under every alias) of all parameters and buffers that sharders own."""
+        """Names (under every alias) of all parameters and buffers that sharders own.
+
+        Raises:
+            ShardError: something else was put in the place of one of their modules.
+        """
         names: set[str] = set()
-        for each, module in zip(self.owned, self.sharded, strict=True):
+        for each in self.owned:
+            module = self._in_place(each)
             for relative, _ in all_tensors(module, remove_duplicate=True):
                 names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
+
+    def _in_place(self, owned: Owned) -> nn.Module:
+        try:
+            module = self.module.get_submodule(owned.path)
+        except AttributeError:
+            module = None
+        if not isinstance(module, owned.kind):
+            now = "taken out" if module is None else f"replaced by a {type_name(module)}"
+            raise ShardError(
+                f"the sharded module at {owned.path!r} was {now} after wrapping: what stands there is neither cut nor "
+                "averaged. Change the plain module before it is wrapped, or wrap to_unsharded(model), changed, anew"
+            )
+        return module
 
     def unnamed(self) -> frozenset[str]:
         """Names (under every alias) of parameters in sharders' modules that no sharder named: data-parallel ones."""

@@ -194,7 +194,8 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
         if stand_for is not None:
             stand_for(site.module)
     rebind(module, {s.module: new for s, new in zip(resolved.sites, modules, strict=True) if new is not s.module})
-    return module, tuple(Owned(site.path, site.aliases, site.sharder, site.infos) for site in resolved.sites)
+    sites = zip(resolved.sites, modules, strict=True)
+    return module, tuple(Owned(s.path, s.aliases, s.sharder, s.infos, type(new)) for s, new in sites)
 
 
 def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:

@@ -61,7 +61,7 @@ def start(made: Assembly) -> Assembly:
         skeleton = skeleton_of(made.module, made.sharded)
     running = _averaged(made, in_place, sharded, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
-    watch = Watch(made.module, sharded) if is_watched else None
+    watch = Watch(made.module, made.sharded_names) if is_watched else None
     split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, made.env.size > 1))
     since = made.since_split
     if since is None and skeleton is not None:
@@ -135,10 +135,14 @@ def has_lost_hold(made: Assembly) -> bool:
     Raises:
         PlanError: ranks have changed their models in different ways.
         RanksError: some have not changed theirs.
+        ShardError: a sharder's module was replaced; the other ranks are told.
     """
     watch = made.watch
-    if watch is None or not watch.is_lost():
-        return False
+    try:
+        if watch is None or not watch.is_lost():
+            return False
+    except ShardError as error:
+        raise_on_all(error, made.env.everyone, "the forward pass")
     check_agreement(watch.facts(), made.env, f"averaging gradients anew, as {watch.what_is_lost()}", _ADVICE)
     return True
 

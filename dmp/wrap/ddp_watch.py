@@ -215,10 +215,11 @@ class Watch:
 
     Args:
         module: the model.
-        others: names, under every alias, of what the data-parallel part leaves alone; DTensors are left out too.
+        others: names, under every alias, of what the data-parallel part leaves alone; DTensors are left out too. Asked
+            again where the model's structure is another.
     """
 
-    def __init__(self, module: nn.Module, others: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, others: Callable[[], Collection[str]]) -> None:
         self._module, self._others = module, others
         self._structure, self._seen = _Structure(module), self._found()
         self._device = self._seen[0].parameter.device if self._seen else None
@@ -227,16 +228,21 @@ class Watch:
             self._hooked = _accumulators(self._trained)
 
     def _found(self) -> list[_Seen]:
+        others = self._others()
         return [
             _Seen(held, name, p, p.dtype, p.requires_grad, join_name(path, name))
             for path, owner in self._module.named_modules()
             for held in [_parameters_of(owner)]
             for name, p in held.items()
-            if p is not None and join_name(path, name) not in self._others and not is_dtensor(p)
+            if p is not None and join_name(path, name) not in others and not is_dtensor(p)
         ]
 
     def is_lost(self) -> bool:
-        """Whether a parameter is another one, of another kind, or new."""
+        """Whether a parameter is another one, of another kind, or new.
+
+        Raises:
+            ShardError: a sharder's module is gone.
+        """
         if self._structure.has_changed():
             if [id(each.parameter) for each in self._found()] != [id(each.parameter) for each in self._seen]:
                 return True
