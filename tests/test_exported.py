@@ -35,6 +35,20 @@ def test_tables_are_neither_exported_nor_traced() -> None:
         torch.jit.trace(model, (IDS,))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_tables_are_not_scripted() -> None:
+    """The first annotation of a class of ours was said to be an unknown type."""
+    model = DistributedModelParallel(Net())
+    for each in (model, nn.Sequential(model)):
+        with pytest.raises(ShardError, match=r"a wrapped model is not compiled by torch.jit.script.*to_unsharded"):
+            torch.jit.script(each)
+    for each in (model.module, model.module.table):  # type: ignore[union-attr, assignment]
+        with pytest.raises(ShardError, match=r"table 'weight' is not compiled by torch.jit.script.*to_unsharded"):
+            torch.jit.script(each)
+    torch.jit.script(to_unsharded(model))(IDS)
+    model(IDS).sum().backward()
+
+
 def faked() -> None:
     model = DistributedModelParallel(Net(), plan={"table.weight": row_wise()})
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -55,3 +55,15 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     if made.is_data_parallel and not takes_meta:
         new = start(new)
     return new
+
+
+def refuse_pickling(model: Any, protocol: Any) -> Any:
+    """What `pickle` and `torch.save` ask for a model's own form.
+
+    Raises:
+        TypeError: there is none.
+    """
+    raise TypeError(
+        "a DistributedModelParallel holds process groups and cannot be pickled; save_checkpoint(path, model) or "
+        "torch.save(full_state_dict(model)) keep its values, copy.deepcopy(model) copies it"
+    )

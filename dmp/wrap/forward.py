@@ -65,11 +65,22 @@ def _refuse_graphs(env: ShardingEnv) -> None:
         ShardError: `torch.export` or `torch.jit.trace` runs the forward of a model on several ranks.
     """
     if env.size > 1 and (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[attr-defined, no-untyped-call]
-        raise ShardError(
-            f"a model that is wrapped on {env.size} ranks is neither exported nor traced: what ranks exchange is real, "
-            "and no part of a graph. dmp.to_unsharded(model), on all ranks, is a plain module with the same weights, "
-            "which can be"
-        )
+        raise ShardError(f"a model that is wrapped on {env.size} ranks is neither exported nor traced: {_OF_GRAPHS}")
+
+
+def refuse_scripting(model: Any) -> Any:
+    """What `torch.jit.script` asks a module for, or one inside another: what it is to compile in its stead.
+
+    Raises:
+        ShardError: it would compile code that exchanges, and end in the name of a class of ours.
+    """
+    raise ShardError(f"a wrapped model is not compiled by torch.jit.script: {_OF_GRAPHS}")
+
+
+_OF_GRAPHS = (
+    "what ranks exchange is real, and no part of a graph. dmp.to_unsharded(model), on all ranks, is a plain module "
+    "with the same weights, which can be"
+)
 
 
 class _BoundForward:

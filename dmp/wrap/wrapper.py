@@ -27,10 +27,10 @@ from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
-from dmp.wrap.copying import copied
+from dmp.wrap.copying import copied, refuse_pickling
 from dmp.wrap.data_parallel import check_data, check_split, has_lost_hold, start_later, stopped, unknown_parameters
 from dmp.wrap.earlier_optimizers import marking_replaced
-from dmp.wrap.forward import Forward
+from dmp.wrap.forward import Forward, refuse_scripting
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.grad_sync import GradSync, without_averages
@@ -398,11 +398,7 @@ class DistributedModelParallel(nn.Module):
         new._take(made)
         return new
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a DistributedModelParallel holds process groups and cannot be pickled; save_checkpoint(path, model) or "
-            "torch.save(full_state_dict(model)) keep its values, copy.deepcopy(model) copies it"
-        )
+    __reduce_ex__, __prepare_scriptable__ = refuse_pickling, refuse_scripting
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own where its class has one, as of models that train themselves; else torch's."""

@@ -16,6 +16,9 @@ class SameForm(nn.Module):
 
     _tables: dict[str, int]
 
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # past a class of torch's that a subclass is of, which would make a weight of its own
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, but none that is made of a table's."""
         for table in self.__dict__.get("_tables", ()):
@@ -28,6 +31,14 @@ class SameForm(nn.Module):
         if name in self.__dict__.get("_tables", ()):
             raise _refusal(name)
         super().__delattr__(name)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` asks for, which would end in the name of a class of ours."""
+        tables = ", ".join(self.__dict__.get("_tables", ()))
+        raise ShardError(
+            f"the sharded table {tables!r} is not compiled by torch.jit.script: what ranks exchange is no part of a "
+            "graph. dmp.to_unsharded(model), on all ranks, is a plain module with the same weights, which can be"
+        )
 
 
 def _refusal(name: str) -> ShardError:
