@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import Layout, ParameterInfo, ShardingEnv, fully_sharded, replicate
+from dmp import Layout, ParameterInfo, ShardError, ShardingEnv, fully_sharded, replicate
 from sharders.embedding.as_written import is_plain
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
@@ -23,13 +23,21 @@ from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 
 
 class _ShardedPlain(TableModule):
-    """What the two share. Subclasses name torch's class, and the arguments that make one like another.
+    """What the two share. Subclasses are of torch's class, and name it and the arguments that make one like another.
+
+    Code finds tables by `isinstance(module, nn.Embedding)`, in each step too: to draw them anew, and to give them a
+    weight decay or a term of the loss of their own. What is no table's here has torch's defaults.
 
     Attributes that a user put on the module are on it, and on its `unsharded`.
     """
 
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+
     way_out = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
-    plain_type: type[nn.Module]
+    plain_type: type[nn.Embedding] | type[nn.EmbeddingBag]
     arguments: tuple[str, ...]
     num_embeddings: int
     embedding_dim: int
@@ -50,8 +58,36 @@ class _ShardedPlain(TableModule):
         vars(plain).update({name: getattr(self, name) for name in self._users})
         return plain
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As torch's: each rank draws what it has of the table, by one number of its generator, see `drawn_later`.
 
-class ShardedEmbeddingBag(_ShardedPlain):
+        Raises:
+            ShardError: the class of the plain module has one of its own, which is of a whole table.
+        """
+        own: Any = self._unsharded_type
+        if own.reset_parameters is not self.plain_type.reset_parameters:
+            raise ShardError(
+                f"reset_parameters of {own.__name__} draws a whole table, of which this rank has a "
+                "part: call it before the model is wrapped, or torch.nn.init.normal_(module.weight) and its like here"
+            )
+        (parameter,) = self._engine.store.parameters
+        nn.init.normal_(parameter)
+        self._fill_padding_idx_with_zero()
+
+    @torch.no_grad()
+    def _fill_padding_idx_with_zero(self) -> None:
+        """Called by torch's users too, after they have drawn values."""
+        if self.padding_idx is None:
+            return
+        (parameter,) = self._engine.store.parameters
+        cut = self._engine.store.chunked_state().get("weight")
+        for chunk, (first, _) in [(parameter, (0, 0))] if cut is None else zip(cut.chunks, cut.offsets, strict=True):
+            if 0 <= self.padding_idx - first < chunk.shape[0]:
+                chunk[self.padding_idx - first] = 0
+
+
+class ShardedEmbeddingBag(_ShardedPlain, nn.EmbeddingBag):
     """As `nn.EmbeddingBag`: takes (B, n) ids, or (N,) ids with offsets; gives (B, dim).
 
     Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
@@ -113,7 +149,7 @@ class ShardedEmbeddingBag(_ShardedPlain):
         return lengths
 
 
-class ShardedEmbedding(_ShardedPlain):
+class ShardedEmbedding(_ShardedPlain, nn.Embedding):
     """As `nn.Embedding`: takes ids of any shape, or jagged, gives (*shape, dim).
 
     Gradients and updates as in `ShardedEmbeddingBag`.
