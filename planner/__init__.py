@@ -5,6 +5,7 @@ Rooms: `costs`, `observed`, `candidates`, `search`, `dense`, `report`, `meshes`.
 - `planner`: `ShardingPlanner`, from module to plan
 - `replica_groups`: what the same ranks would do in other replica groups
 - `in_backward`: what an optimizer in the backward pass would save, and which tables are frozen
+- `frozen_copies`: tables of a teacher, planned where the model's are
 - `largest_batch`: how large a batch a plan has room for
 - `pinned`: entries of a plan that a user has fixed
 - `torchrec`: `from_torchrec`, what TorchRec's planner is made of as ours

@@ -36,6 +36,7 @@ from planner.dense.asked import asked_of_dense
 from planner.dense.decide import Dense, decide, said_of_copied, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
+from planner.frozen_copies import with_copies
 from planner.in_backward import in_backward_advice, said_of_frozen
 from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
@@ -212,6 +213,8 @@ class ShardingPlanner:
         copied = vocabulary.keys() - as_dense.keys() if copies else set()
         constraints = {**constraints, **{name: Constraint(layouts=(vocabulary[name].name,)) for name in copied}}
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
+        free = parameters.keys() - kept.keys() - copied if copies else set()
+        constraints, alike = with_copies(constraints, module, free)
         gaps: tuple[str, ...] = ()
         if self.observed is not None:
             parameters, gaps = self.observed.told_of(parameters), self.observed.gaps(parameters)
@@ -223,9 +226,9 @@ class ShardingPlanner:
             found = split_as(dense, found)
             request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
             progress.stage("search")
-            tables = answer(request, out_of_time, progress.told, gives_up=not copied)
+            tables = answer(request, out_of_time, progress.told, gives_up=not (copied or alike))
         except (NoPlan, PlanError) as error:
-            if copied:  # in pieces they may fit
+            if copied or alike:  # in pieces, and apart, they may fit
                 again = module, sharders, env, pinned, given_found, progress
                 return self._planned(*again, begin=begin, copies=False)
             if isinstance(error, PlanError):
@@ -243,7 +246,15 @@ class ShardingPlanner:
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
         dense = replace(
             dense,
-            notes=(*said_of_lazy(module), *dense.notes, *said_of_copied(sorted(copied)), *tables.notes, *frozen, *gaps),
+            notes=(
+                *said_of_lazy(module),
+                *dense.notes,
+                *said_of_copied(sorted(copied)),
+                *tables.notes,
+                *alike,
+                *frozen,
+                *gaps,
+            ),
         )
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:

@@ -1,0 +1,83 @@
+"""A teacher's tables, frozen copies that follow the model's by means of the two, are planned where those are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from planner import Constraint, ShardingPlanner, Topology
+from sharders import default_sharders
+from tests.ranks import mesh, run_ranks
+
+ROWS = 4001
+MACHINE = Topology(2e6, 1e12, 1e13, (5e10,), 1e-5, reserved_fraction=0.0)
+"""With no room for copies of all."""
+
+
+class Taught(nn.Module):
+    """A student and its teacher, who follows in a method of the model, as in BYOL and MoCo."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.ModuleList([nn.Embedding(rows, 16), nn.EmbeddingBag(rows // 2, 16)])
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        students, teachers = ([net[0](ids).sum(1), net[1](ids // 2)] for net in (self.student, self.teacher))
+        return sum(((s - t - 1).square().mean() for s, t in zip(students, teachers, strict=True)), torch.zeros(()))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for p, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            p.data = p.data * 0.5 + q.data * 0.5
+
+
+def planned(module: nn.Module, constraints: dict[str, Constraint] | None = None) -> dict[str, str]:
+    planner = ShardingPlanner(MACHINE, constraints=constraints)
+    plan = planner.plan(module, default_sharders(), ShardingEnv.abstract((4,), ("dp",)))
+    return {name: str(entry.layout) for name, entry in plan.items()}
+
+
+def test_copies_are_cut_as_what_they_follow() -> None:
+    plan = planned(Taught())
+    for name in ("0.weight", "1.weight"):
+        assert plan[f"teacher.{name}"] == plan[f"student.{name}"]
+
+
+def test_frozen_tables_of_other_values_are_planned_apart() -> None:
+    module, alone = Taught(), Taught()
+    with torch.no_grad():
+        for p in alone.teacher.parameters():
+            p[-1, 0] += 1
+    plan, apart = planned(module), planned(alone)
+    assert plan["teacher.0.weight"] != apart["teacher.0.weight"]
+    given = {"teacher.*.weight": Constraint(layouts="column_wise")}
+    assert planned(module, given)["teacher.0.weight"].startswith("column_wise")
+
+
+def followed(axis: str) -> None:
+    env, whole = ShardingEnv.from_mesh(mesh((2,), (axis,))), Taught()
+    model = DistributedModelParallel(Taught(), env)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=5.0) for m in (model, whole)]
+    for step in range(3):
+        ids = torch.randint(0, ROWS, (2, 2, 3), generator=torch.Generator().manual_seed(step))
+        model(ids[env.data_rank]).backward()
+        torch.stack([whole(each) for each in ids]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.follow()
+        whole.follow()
+    values = full_state_dict(model)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("axis", ["dp", "replicate"])
+def test_a_teacher_follows(axis: str) -> None:
+    run_ranks(2, followed, axis)
