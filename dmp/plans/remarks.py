@@ -1,7 +1,8 @@
 """Remarks: what cannot be seen from a step's numbers is said once, to the logger "dmp", by rank 0.
 
 That is: weights of a kind that is sharded which are no tables, with their bytes and why; a tensor axis on which nothing
-was split, whose ranks all do the same work; and which share of the weights is whole on each of its ranks, and why.
+was split, whose ranks all do the same work; which share of the weights is whole on each of its ranks, and why; and
+where gradients are scaled by counts that each rank has of its own samples.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def remark(resolved: Resolved) -> None:
         say_what_is_read(resolved)
         _say_what_is_whole(resolved)
         _say_what_is_left(resolved)
+        _say_whose_ids_count(resolved)
 
 
 def say_what_is_read(resolved: Resolved) -> None:
@@ -112,6 +114,20 @@ def _say_what_is_left(resolved: Resolved) -> None:
         dense = [p for p in module.parameters() if id(p) not in of_tables and not is_lazy(p)]
         total = sum(p.nbytes for p in dense)
         _log.info("%d dense parameters of %s bytes are whole on every data rank", len(dense), f"{total:,}")
+
+
+def _say_whose_ids_count(resolved: Resolved) -> None:
+    """Where gradients are scaled by counts of ids, which each rank has of its own samples, as under DDP."""
+    num_ranks = resolved.found.env.data_size
+    for path, each in resolved.found.module.named_modules() if num_ranks > 1 else ():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.scale_grad_by_freq and each.weight.requires_grad:
+            _log.warning(
+                "%s at %r has scale_grad_by_freq=True: each of the %d data ranks divides gradients by how often an id "
+                "comes in its own samples, and their mean is not what one process makes of all samples",
+                type(each).__name__,
+                path,
+                num_ranks,
+            )
 
 
 def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]) -> None:
