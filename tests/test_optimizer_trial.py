@@ -403,7 +403,8 @@ def test_dtensors_are_guarded() -> None:
     for error in run_ranks(2, by_hand, expect=ShardError):
         assert "Sharp cannot train parameter 0" in str(error)
     other = "split as this one, it made other steps"
-    for kind, text in ((Summed, other), (Largest, other), (Unready, "it raised RuntimeError.*clamp_")):
+    cases: list[tuple[Any, str]] = [(Summed, other), (Largest, other), (Unready, "it raised RuntimeError.*clamp_")]
+    for kind, text in [*cases, (torch.optim.Rprop, "it raised RuntimeError.*index_put_")]:
         for error in run_ranks(2, on_dtensors, kind, expect=ShardError):
             assert re.search(text, str(error)), error
     run_ranks(2, on_dtensors, InOneCall)

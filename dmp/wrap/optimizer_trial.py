@@ -36,7 +36,7 @@ from dmp.ranks import gather_objects
 
 BY_ELEMENT = (
     *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam"),
-    *("Adadelta", "Adagrad", "RMSprop", "Rprop"),
+    *("Adadelta", "Adagrad", "RMSprop"),
 )
 """Of torch.optim: each works on every element by itself."""
 
