@@ -369,3 +369,31 @@ def asked() -> tuple[str, str, bool]:
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:
     assert run_ranks(2, asked) == [("", "StaticGraphDDP", True)] * 2
+
+
+class Heads(nn.Module):
+    """Two, of one row each: one of two ranks has nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = self.body(x)
+        return [head(h).sum() for head in self.heads]
+
+
+def a_pass_for_each_loss() -> list[float]:
+    model = DistributedModelParallel(Heads(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        first, second = model(torch.ones(2, 4))
+        first.backward(retain_graph=True)
+        second.backward()
+        optimizer.step()
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def test_each_weight_steps_where_a_rank_has_nothing_of_it() -> None:
+    assert run_ranks(2, a_pass_for_each_loss) == [[3.0] * 6] * 2

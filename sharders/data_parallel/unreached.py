@@ -292,17 +292,21 @@ def _any_reach(kind: Any) -> Any:
             super().to_accumulated_grad_if_needed()
             self.is_kept_wide = self.reduce_dtype is not None
 
+        def _reached(self, gradient: torch.Tensor) -> torch.Tensor:
+            self.is_unreached = False  # of a pass before, whose mean was added to a gradient that was there
+            return self._as_others(gradient)
+
         def _as_others(self, gradient: torch.Tensor) -> torch.Tensor:
             is_kept_wide, self.is_kept_wide = self.is_kept_wide, False
             return gradient.to(self.reduce_dtype) if is_kept_wide else gradient
 
         @property
         def unsharded_grad_data(self) -> torch.Tensor:
-            return self._as_others(super().unsharded_grad_data)
+            return self._reached(super().unsharded_grad_data)
 
         @property
         def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-            return self._as_others(super().unsharded_accumulated_grad_data)
+            return self._reached(super().unsharded_accumulated_grad_data)
 
         @property
         def unsharded_zero_grad_data(self) -> torch.Tensor:
