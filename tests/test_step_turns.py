@@ -178,6 +178,29 @@ def test_what_all_ranks_do_alike(axis: str, table: bool) -> None:
     run_ranks(2, together, axis, table)
 
 
+def of_several(axis: str) -> float:
+    """Which lie elsewhere in the memory of each rank, as two critics of one optimizer do."""
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    beside: list[Any] = []
+    models = []
+    for _ in range(6):
+        beside.append([nn.Linear(1, 1) for _ in range(3 * torch.distributed.get_rank())])
+        models.append(DistributedModelParallel(nn.Linear(4, 4), env))
+    optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
+    for _ in range(2):
+        sum((model(torch.ones(2, 4)).sum() for model in models), torch.zeros(())).backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm)
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_an_optimizer_of_several_models(axis: str) -> None:
+    first, second = run_ranks(2, of_several, axis)
+    assert first == second
+
+
 def joined() -> list[torch.Tensor]:
     """Ranks with different numbers of batches, twice."""
     model = wrapped("dp", False)

@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 _log = logging.getLogger("dmp")
 
-models: WeakSet[Any] = WeakSet()
-"""Every `DistributedModelParallel`."""
+models: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+"""Every `DistributedModelParallel`, in the order in which they were wrapped, which is the same on all ranks: of several
+that one optimizer, or one list to clip, holds parameters of, ranks do the same one after the other."""
 
 copies_of: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 """Models that are copies of one another -> what they have in common."""
@@ -41,7 +42,7 @@ def look() -> None:
 
 def add(model: Any) -> None:
     """A model that has been wrapped, or copied."""
-    models.add(model)
+    models[model] = None
     look()
     while _at_first:
         _at_first.pop()()
