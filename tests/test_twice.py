@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -131,3 +132,27 @@ def transformer(name: str, sequence_parallel: bool) -> None:
 @pytest.mark.sampled(2)
 def test_penalties_of_transformers(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, transformer, name, sequence_parallel)
+
+
+def of_several() -> None:
+    """Which lie elsewhere in the memory of each rank: a pass through another gathers the weights of all."""
+    env, rank = ShardingEnv.from_mesh(mesh((2,), ("shard",))), torch.distributed.get_rank()
+    beside, models, plain = [], [], []
+    for i in range(6):
+        beside.append([nn.Linear(1, 1) for _ in range(3 * rank)])
+        torch.manual_seed(i)
+        plain.append(nn.Linear(4 + 2 * i, 4))
+        models.append(DistributedModelParallel(copy.deepcopy(plain[-1]), env))
+    for each in (models, plain):
+        inputs = [torch.ones(2, 4 + 2 * i, requires_grad=True) for i in range(len(each))]
+        loss = sum((m(x).square().mean() for m, x in zip(each, inputs, strict=True)), torch.zeros(()))
+        slopes = torch.autograd.grad(loss, inputs, create_graph=True)
+        sum((slope.square().sum() for slope in slopes), loss).backward()
+    for model, other in zip(models, plain, strict=True):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+def test_penalties_of_several_models() -> None:
+    run_ranks(2, of_several)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from sharders.data_parallel.later_hooks import wake
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
 
-_split: WeakSet[Any] = WeakSet()
+_split: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 _averaged: WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]] = WeakKeyDictionary()
 
 
@@ -33,7 +33,7 @@ def hear_of_split(root: nn.Module) -> None:
     Args:
         root: after `fully_shard`.
     """
-    _split.add(root)
+    _split[root] = None
     ranks.around_backward(_hearing)
 
 
