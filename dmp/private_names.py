@@ -39,6 +39,7 @@ Optimizers, gradients and scaling
 - `_setup_in_backward_optimizers`: how DDP updates parameters that have these, which is done another way
 - `_optimizer_state_dict_post_hooks`: whether an optimizer has been through its base's `__init__`
 - `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients
+- `_foreach_copy_`: pieces for many ranks, copied to their places at once
 - `_get_total_norm`, `_clip_grads_with_norm_`, `_group_tensors_by_device_and_dtype`: for torch's own clipping
 - `torch.utils.checkpoint._StopRecomputationError`: a forward that is computed again has come as far as is needed
 - `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs

@@ -238,7 +238,7 @@ def test_hugging_faces_experts_by_their_own_plan() -> None:
     assert found.styles["model.layers.31.mlp.experts"] == "experts"
     assert any("proved" in note for note in found.notes) and not any("not proved" in note for note in found.notes)
     whole = sum(p.numel() for name, p in model.named_parameters() if name not in found.layouts)
-    assert whole < 0.001 * sum(p.numel() for p in model.parameters())
+    assert whole < 0.005 * sum(p.numel() for p in model.parameters())
 
 
 def test_the_planner_counts_one_sum_for_all_experts() -> None:

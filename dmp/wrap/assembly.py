@@ -117,17 +117,19 @@ class Assembly:
         """
         names: set[str] = set()
         for each in self.owned:
-            module = self._in_place(each)
-            for relative, _ in all_tensors(module, remove_duplicate=True):
-                names.update(join_name(alias, relative) for alias in each.aliases)
+            if (module := self._in_place(each)) is not None:
+                for relative, _ in all_tensors(module, remove_duplicate=True):
+                    names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
 
-    def _in_place(self, owned: Owned) -> nn.Module:
+    def _in_place(self, owned: Owned) -> nn.Module | None:
+        """What stands in a sharded module's place: it, or what was put around it. One rank may have others."""
         try:
             module = self.module.get_submodule(owned.path)
         except AttributeError:
             module = None
-        if not isinstance(module, owned.kind):
+        inside = () if module is None else module.modules()
+        if self.env.size > 1 and not any(isinstance(each, owned.kind) for each in inside):
             now = "taken out" if module is None else f"replaced by a {type_name(module)}"
             raise ShardError(
                 f"the sharded module at {owned.path!r} was {now} after wrapping: what stands there is neither cut nor "
