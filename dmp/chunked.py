@@ -390,7 +390,7 @@ def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedT
             f"expected a contiguous tensor of the local parameter's shape {tuple(parameter.shape)}; "
             f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
         )
-    views = []
+    views, plain = [], tensor.detach().as_subclass(torch.Tensor)  # a gradient that tells who asks for its places
     for chunk, offset in zip(chunked.chunks, chunked.offsets, strict=True):
         at = chunk.storage_offset() - parameter.storage_offset()
         last = at + sum((n - 1) * s for n, s in zip(chunk.shape, chunk.stride(), strict=True))
@@ -398,9 +398,9 @@ def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedT
         if chunk.numel() and not (same and at >= 0 and last < parameter.numel()):
             raise ShardError(f"the chunk at {offset} is not a view of its local parameter of {tuple(parameter.shape)}")
         views.append(
-            tensor.detach().as_strided(chunk.shape, chunk.stride(), tensor.storage_offset() + at)
+            plain.as_strided(chunk.shape, chunk.stride(), plain.storage_offset() + at)
             if chunk.numel()
-            else tensor.new_empty(chunk.shape)
+            else plain.new_empty(chunk.shape)
         )
     return ChunkedTensor(
         chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device, chunked.places, chunked.holders

@@ -292,6 +292,20 @@ def test_a_shape_that_a_script_reads_is_said_to_be_of_the_part() -> None:
     assert run_ranks(2, asked_for_a_shape) == [[True], [True]]
 
 
+def compared() -> list[str]:
+    model, net = model_of("cut"), Net()
+    net.load_state_dict(full_state_dict(model))
+    with Said() as said:
+        seen_part._said.clear()
+        dmp.verify(model, net, (batch(model.env.rank),))
+    return [text for text in said.texts if "rank's part" in text]
+
+
+def test_what_compares_gradients_asks_as_itself() -> None:
+    """It hid what was to be said of a script's own looks afterwards."""
+    assert run_ranks(2, compared) == [[], []]
+
+
 def wrong_shapes() -> str:
     model = model_of("cut")
     with pytest.raises(dmp.ShardError, match="copy_: this rank has a part of shape") as error:
