@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from dmp import (
+    DistributedModelParallel,
+    Layout,
+    ShardingEnv,
+    data_parallel,
+    full_state_dict,
+    row_wise,
+    table_wise,
+)
 from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh, run_ranks
@@ -81,3 +90,38 @@ def followed(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "replicate"])
 def test_a_teacher_follows(axis: str) -> None:
     run_ranks(2, followed, axis)
+
+
+def said_of(layout: Layout, is_apart: bool, is_frozen: bool, is_copy: bool) -> list[str]:
+    """Of row-wise tables, and others that are cut by `layout`, in a model of their own or in the same."""
+    env, said, module = ShardingEnv.from_mesh(mesh((2,), ("dp",))), list[str](), Taught(16)
+    module.teacher.requires_grad_(not is_frozen)
+    if not is_copy:
+        nn.init.normal_(module.teacher[0].weight)  # type: ignore[arg-type]
+        nn.init.normal_(module.teacher[1].weight)  # type: ignore[arg-type]
+    rows, others = (dict.fromkeys(("0.weight", "1.weight"), each) for each in (row_wise(), layout))
+    keep = logging.Handler()
+    keep.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(keep)
+    try:
+        if is_apart:
+            models = [DistributedModelParallel(module.student, env, plan=rows)]
+            models.append(DistributedModelParallel(module.teacher, env, plan=others))
+        else:
+            named = {"student": rows, "teacher": others}
+            plan = {f"{net}.{name}": each for net, of in named.items() for name, each in of.items()}
+            DistributedModelParallel(module, env, plan=plan)
+    finally:
+        logging.getLogger("dmp").removeHandler(keep)
+    return [text for text in said if "takes other rows" in text]
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["in one model", "in two"])
+def test_a_copy_that_a_plan_cuts_otherwise_is_named(is_apart: bool) -> None:
+    """Means of the two ended in sizes that do not match, or were of other rows, and nothing said why."""
+    for layout in (data_parallel(), table_wise(1), row_wise([1, 0])):
+        (text,), others = run_ranks(2, said_of, layout, is_apart, True, True)
+        assert not others and f"is frozen and {layout}" in text and "is row_wise(): what takes the two" in text
+    for case in ((row_wise([0, 1]), is_apart, True, True), (table_wise(1), is_apart, False, True)):
+        assert run_ranks(2, said_of, *case) == [[], []]
+    assert is_apart or run_ranks(2, said_of, table_wise(1), False, True, False) == [[], []]

@@ -1,19 +1,23 @@
 """Remarks: what cannot be seen from a step's numbers is said once, to the logger "dmp", by rank 0.
 
 That is: weights of a kind that is sharded which are no tables, with their bytes and why; a tensor axis on which nothing
-was split, whose ranks all do the same work; which share of the weights is whole on each of its ranks, and why; and
-where gradients are scaled by counts that each rank has of its own samples.
+was split, whose ranks all do the same work; which share of the weights is whole on each of its ranks, and why; where
+gradients are scaled by counts that each rank has of its own samples; and frozen copies that are cut otherwise than what
+they may follow.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.contracts import hook
+from dmp.env import ShardingEnv
+from dmp.layouts.layout import Layout
 from dmp.plans.check import Resolved
 from dmp.plans.oddities import why_no_table
 from dmp.registry import by_module_type, sharder_for
@@ -30,6 +34,7 @@ def remark(resolved: Resolved) -> None:
         _say_what_is_whole(resolved)
         _say_what_is_left(resolved)
         _say_whose_ids_count(resolved)
+        _say_which_copies_are_cut_otherwise(resolved)
 
 
 def say_what_is_read(resolved: Resolved) -> None:
@@ -128,6 +133,43 @@ def _say_whose_ids_count(resolved: Resolved) -> None:
                 path,
                 num_ranks,
             )
+
+
+def _say_which_copies_are_cut_otherwise(resolved: Resolved) -> None:
+    """A teacher's tables, which the plan cuts otherwise than those that they follow by means of the two."""
+    env, known = resolved.found.env, dict(resolved.found.module.named_parameters())
+    own = {name: known[name] for name in sorted(resolved.tables) if name in known and not known[name].is_meta}
+    trained: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name, p in own.items():
+        if p.requires_grad:
+            trained.setdefault((p.shape, p.dtype), []).append(name)
+    for name, p in own.items():
+        for of in () if p.requires_grad else trained.get((p.shape, p.dtype), ()):
+            cut, of_cut = (resolved.plan[each].layout for each in (name, of))
+            is_copy = torch.equal(p[:1], own[of][:1]) and torch.equal(p, own[of])
+            if is_copy and are_cut_otherwise(cut, of_cut, p.shape, env):
+                return say_what_is_cut_otherwise(name, cut, of, of_cut, "Give both the same layout in the plan")
+
+
+def are_cut_otherwise(one: Layout, other: Layout, shape: Sequence[int], env: ShardingEnv) -> bool:
+    """Whether a rank has other rows or columns of two tables of a shape."""
+    if one == other:
+        return False
+    return one.is_copied is not other.is_copied or one.shards(shape, env) != other.shards(shape, env)
+
+
+def say_what_is_cut_otherwise(name: str, cut: Layout, of: str, of_cut: Layout, way_out: str) -> None:
+    """Of a frozen table, and one that it may follow."""
+    _log.warning(
+        "%s is frozen and %s, where %s is %s: what takes the two together, part by part, as a teacher or a target "
+        "network that follows does (p.mul_(m).add_(q, alpha=1 - m), p.copy_(q)), ends in sizes that do not match, or "
+        "takes other rows. %s",
+        name,
+        cut,
+        of,
+        of_cut,
+        way_out,
+    )
 
 
 def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]) -> None:

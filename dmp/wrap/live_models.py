@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from dmp.plans.remarks import are_cut_otherwise, say_what_is_cut_otherwise
+
 _log = logging.getLogger("dmp")
 
 models: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
@@ -42,6 +44,8 @@ def look() -> None:
 
 def add(model: Any) -> None:
     """A model that has been wrapped, or copied."""
+    if model not in models:
+        _say_who_is_cut_otherwise(model)
     models[model] = None
     look()
     while _at_first:
@@ -58,3 +62,24 @@ def say_who_keeps_another_plan(model: Any) -> None:
             "before they are averaged with it (AveragedModel), for their chunks hold other rows",
             len(others),
         )
+
+
+def _say_who_is_cut_otherwise(model: Any) -> None:
+    """Of a frozen model, as a target network is, and one that it may follow, wrapped by themselves: planned apart, for
+    a table that nobody trains is cheap where it is whole."""
+    if model.env.rank != 0 or model.env.size == 1:
+        return
+    own = dict(model.named_parameters())
+    for other in [m for m in models if m.env == model.env and m.plan != model.plan]:
+        theirs, shapes = dict(other.named_parameters()), other.plan.setting.shapes
+        for name, shape in model.plan.setting.shapes.items():
+            if name not in own or name not in theirs or shapes.get(name) != shape:
+                continue
+            if own[name].requires_grad is theirs[name].requires_grad:
+                continue
+            both = {f"{name} of the model wrapped now": model, f"{name} of one wrapped before": other}
+            (frozen, its), (trained, of) = both.items() if theirs[name].requires_grad else reversed(both.items())
+            cut, of_cut = its.plan[name].layout, of.plan[name].layout
+            if are_cut_otherwise(cut, of_cut, shape, model.env):
+                say_what_is_cut_otherwise(frozen, cut, trained, of_cut, "Wrap the second with plan=first.plan")
+                return
