@@ -46,3 +46,38 @@ def taken_out() -> None:
 
 def test_a_table_that_was_taken_out_is_named() -> None:
     run_ranks(2, taken_out)
+
+
+class Tied(nn.Module):
+    """Scores of all words, by a weight of their own at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.words(ids))
+        return out
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.words.weight
+
+
+def tied(axis: str, is_new: bool) -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    model = DistributedModelParallel(Tied(), env, plan={"words.weight": row_wise()})
+    ids = torch.tensor([[1, 2, env.data_rank]])
+    model(ids).sum().backward()
+    if is_new:
+        model.module.head = nn.Linear(4, 10, bias=False)  # type: ignore[union-attr]
+    model.module.tie_weights()  # type: ignore[union-attr, operator]
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"'head.weight' was tied to the weight of a sharded table"):
+            model(ids)
+
+
+@pytest.mark.parametrize(("axis", "is_new"), [("dp", False), ("dp", True), ("tp", False)])
+def test_a_table_that_was_tied_is_named(axis: str, is_new: bool) -> None:
+    """Each rank computed scores of its own words alone, and trained them so."""
+    run_ranks(2, tied, axis, is_new)

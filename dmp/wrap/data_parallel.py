@@ -60,7 +60,7 @@ def start(made: Assembly) -> Assembly:
         _check_not_scripted(made.module)
         skeleton = skeleton_of(made.module, made.sharded)
     running = _averaged(made, in_place, sharded, whole)
-    is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
+    is_watched = running is not made.module or (made.env.size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names) if is_watched else None
     split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, made.env.size > 1))
     since = made.since_split

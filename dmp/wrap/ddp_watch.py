@@ -229,20 +229,33 @@ class Watch:
 
     def _found(self) -> list[_Seen]:
         others = self._others()
-        return [
+        found = [
             _Seen(held, name, p, p.dtype, p.requires_grad, join_name(path, name))
             for path, owner in self._module.named_modules()
             for held in [_parameters_of(owner)]
             for name, p in held.items()
             if p is not None and join_name(path, name) not in others and not is_dtensor(p)
         ]
+        tied = next((each.path for each in found if hasattr(each.parameter, "_dmp_sharded")), None)
+        if tied is not None:
+            raise ShardError(
+                f"{tied!r} was tied to the weight of a sharded table after wrapping: each rank has a part of it, and "
+                "would compute with that. Tie them before the model is wrapped, or wrap to_unsharded(model), tied, anew"
+            )
+        return found
 
     def is_lost(self) -> bool:
         """Whether a parameter is another one, of another kind, or new.
 
         Raises:
-            ShardError: a sharder's module is gone.
+            ShardError: a sharder's module is gone, or its weight is another module's, too.
         """
+        is_lost = self._is_lost()
+        if is_lost:
+            self._found()
+        return is_lost
+
+    def _is_lost(self) -> bool:
         if self._structure.has_changed():
             if [id(each.parameter) for each in self._found()] != [id(each.parameter) for each in self._seen]:
                 return True
