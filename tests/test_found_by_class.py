@@ -81,3 +81,20 @@ def test_tables_have_their_own_weight_decay(shape: tuple[int, ...], axes: tuple[
 def test_tables_are_drawn_anew(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
     first, second = run_ranks(2, drawn, shape, axes)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def changed() -> None:
+    model = wrapped((2,), ("dp",))
+    words, bags = model.module.words, model.module.bags  # type: ignore[union-attr]
+    for module, name, value in ((words, "max_norm", 1.0), (words, "scale_grad_by_freq", True), (bags, "mode", "sum")):
+        was = getattr(module, name)
+        with pytest.raises(ShardError, match=f"{name} of sharded table '(words|bags)' was set to .* after wrapping"):
+            setattr(module, name, value)
+        setattr(module, name, was)
+    with pytest.raises(ShardError, match=r"this rank has a part of shape \([54], 4\) of table 'words.weight'"):
+        words.weight.data[words.padding_idx].zero_()  # type: ignore[union-attr, index]
+
+
+def test_what_a_lookup_goes_by_is_not_set_later() -> None:
+    """It was on the module, and looked up as before in silence; and a row by its number was out of bounds."""
+    run_ranks(2, changed)

@@ -21,6 +21,9 @@ from sharders.embedding.originals import make_table
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 
+_FIXED = frozenset(("max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode"))
+"""Attributes of torch's that its forward reads, and a lookup here was made by, or goes without."""
+
 
 class _ShardedPlain(TableModule):
     """What the two share. Subclasses are of torch's class, and name it and the arguments that make one like another.
@@ -50,6 +53,15 @@ class _ShardedPlain(TableModule):
         known = _attributes_of(self.plain_type)  # type: ignore[arg-type]
         self._users = {k: v for k, v in vars(original).items() if k not in known and not hasattr(self, k)}
         vars(self).update(self._users)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and value != getattr(self, name, value):
+            raise ShardError(
+                f"{name} of sharded table {self._engine.name!r} was set to {value!r} after wrapping, where its lookup "
+                f"goes by {getattr(self, name)!r}: set it before the model is wrapped, or wrap to_unsharded(model), "
+                "changed, anew"
+            )
+        super().__setattr__(name, value)
 
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""

@@ -90,7 +90,8 @@ class SeenPart(torch.Tensor):
                 own = draw_by_place(func, name, parts[0]) if parts else func
                 made = own(*args, **(kwargs or {}))
         except (RuntimeError, IndexError) as error:
-            if (none := next((part for part in parts if _is_of_other_shape(part, args)), None)) is None:
+            is_beyond = by_number and isinstance(error, IndexError)
+            if (none := next((p for p in parts if is_beyond or _is_of_other_shape(p, args)), None)) is None:
                 raise
             has = f"a part of shape {tuple(none.shape)}" if none.numel() else "no row"
             raise ShardError(
