@@ -199,3 +199,37 @@ def test_an_optimizers_state_of_one_process_is_cut(model: str, mesh: str) -> Non
 @pytest.mark.parametrize("model", ["llama", "mixed"])
 def test_so_it_is_on_two_axes(model: str) -> None:
     run_ranks(4, from_one_process, model, "shard2xtp2")
+
+
+class Scores(nn.Module):
+    """A table, and a weight that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.words(ids))
+        return out
+
+
+def takes_a_plain_models(axes: tuple[str, ...]) -> None:
+    model = DistributedModelParallel(Scores(), ShardingEnv.from_mesh(mesh_of((2,), axes)))
+    ids = torch.tensor([[1, 2]])
+    for seed, taking in enumerate((model, copy.deepcopy(model), model)):
+        torch.manual_seed(seed)
+        plain = Scores()
+        taking.module.load_state_dict(plain.state_dict(), assign=seed == 2)  # type: ignore[union-attr]
+        for name, value in full_state_dict(taking).items():
+            assert torch.equal(value, plain.state_dict()[name])
+        with torch.no_grad():
+            torch.testing.assert_close(taking(ids), plain(ids))
+        taking(ids).sum().backward()
+    with pytest.raises(RuntimeError, match=r"size mismatch for out.weight"):
+        model.module.load_state_dict({**plain.state_dict(), "out.weight": torch.ones(3, 4)})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("axes", [("shard",), ("dp",)])
+def test_the_module_itself_takes_a_plain_models(axes: tuple[str, ...]) -> None:
+    """It ended in DTensor's words where weights are split."""
+    run_ranks(2, takes_a_plain_models, axes)

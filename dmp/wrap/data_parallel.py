@@ -22,6 +22,7 @@ from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.since_split import SinceSplit
 from dmp.wrap.skeleton import all_tensors, skeleton_of
+from dmp.wrap.state_hooks import take_wholes
 
 _ADVICE = "after wrapping too, every rank must do the same to its model"
 
@@ -60,6 +61,7 @@ def start(made: Assembly) -> Assembly:
         _check_not_scripted(made.module)
         skeleton = skeleton_of(made.module, made.sharded)
     running = _averaged(made, in_place, sharded, whole)
+    take_wholes(made.module)
     is_watched = running is not made.module or (made.env.size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names) if is_watched else None
     split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, made.env.size > 1))

@@ -1,14 +1,17 @@
-"""How values get in and out of a sharded module by `state_dict`: as chunks out, whole or as chunks in."""
+"""How values get in and out by `state_dict`, of a sharded module: as chunks out, whole or as chunks in; and whole ones
+into weights that are split in place, of which torch takes DTensors alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
+from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.holders import held
 
@@ -65,3 +68,22 @@ def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, metadata:
         else:
             local.data.copy_(given)
         state_dict[prefix + name] = local
+
+
+def take_wholes(module: nn.Module) -> None:
+    """Have every part of a model take whole tensors for what is split of it; a second time does nothing."""
+    for part in module.modules():
+        hooks = part._load_state_dict_pre_hooks.values()
+        is_split = any(is_dtensor(p) for p in part._parameters.values())
+        if is_split and all(getattr(each, "hook", None) is not _take_wholes for each in hooks):
+            part.register_load_state_dict_pre_hook(_take_wholes)
+
+
+def _take_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, p in module._parameters.items():
+        given = state_dict.get(prefix + name)
+        if p is None or not is_dtensor(p) or not isinstance(given, torch.Tensor) or is_dtensor(given) or p.is_meta:
+            continue
+        if given.shape == p.shape and not given.is_meta:
+            as_chunks(p.detach()).fill_from(given)
+            state_dict[prefix + name] = p.detach()
