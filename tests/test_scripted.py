@@ -56,3 +56,19 @@ def test_where_they_are_split(later: bool) -> None:
     for error in run_ranks(2, split, later, expect=ShardError):
         assert "module '1' is a RecursiveScriptModule" in str(error)
         assert "to_unsharded(model)" in str(error)
+
+
+def scripted() -> None:
+    model = DistributedModelParallel(net(False)[::2], ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    plain = to_unsharded(model)
+    assert isinstance(torch.jit.script(plain[1]), torch.jit.ScriptModule)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(ShardError, match=r"weights are split over the ranks is not compiled by torch\.jit\.script"):
+            torch.jit.script(each.module[1])  # type: ignore[index]
+        each(torch.tensor([[1, 2, 9]])).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_module_of_the_model_says_what_to_compile() -> None:
+    """It ended in the code of a hook of ours, as a node that is not supported."""
+    run_ranks(2, scripted)

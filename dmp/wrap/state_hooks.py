@@ -11,6 +11,7 @@ from torch import nn
 
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
+from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.holders import held
@@ -71,12 +72,22 @@ def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, metadata:
 
 
 def take_wholes(module: nn.Module) -> None:
-    """Have every part of a model take whole tensors for what is split of it; a second time does nothing."""
+    """Have every part of a model take whole tensors for what is split of it, and tell torch.jit that it is; a second
+    time does nothing."""
     for part in module.modules():
         hooks = part._load_state_dict_pre_hooks.values()
         is_split = any(is_dtensor(p) for p in part._parameters.values())
         if is_split and all(getattr(each, "hook", None) is not _take_wholes for each in hooks):
             part.register_load_state_dict_pre_hook(_take_wholes)
+            vars(part)["__prepare_scriptable__"] = _refuse_scripting
+
+
+def _refuse_scripting() -> nn.Module:
+    """What `torch.jit.script` asks a module for, which would end in the code of a hook of ours."""
+    raise ShardError(
+        "a module whose weights are split over the ranks is not compiled by torch.jit.script: it has pieces of them. "
+        "dmp.to_unsharded(model), on all ranks, is a plain module with the same weights, which can be"
+    )
 
 
 def _take_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
