@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import dmp
 from dmp import DistributedModelParallel, column_wise, data_parallel, full_state_dict, row_wise, table_wise
@@ -304,6 +305,18 @@ def compared() -> list[str]:
 def test_what_compares_gradients_asks_as_itself() -> None:
     """It hid what was to be said of a script's own looks afterwards."""
     assert run_ranks(2, compared) == [[], []]
+
+
+def accumulated() -> list[str]:
+    model = model_of("cut")
+    with Said() as said, FlopCounterMode(display=False):
+        seen_part._said.clear()
+        loss_of(model, batch(model.env.rank)).backward()
+    return [text for text in said.texts if "rank's part" in text]
+
+
+def test_a_second_backward_adds_in_silence_where_a_mode_counts_operations() -> None:
+    assert run_ranks(2, accumulated) == [[], []]
 
 
 def wrong_shapes() -> str:

@@ -60,9 +60,9 @@ class Unread(torch.Tensor):
 
 
 def name_of(func: Any) -> str:
-    """Of an operation; of a getter that of the attribute's descriptor."""
+    """Of an operation; of a getter that of the attribute's descriptor, of an overload that of all of them."""
     name: str = func.__name__
-    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name.partition(".")[0]
 
 
 def nested(value: Any) -> list[Any]:

@@ -123,7 +123,7 @@ def gradients(model: DistributedModelParallel, plain: nn.Module) -> Iterator[str
             continue
         grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, wanted[name]))
         grad, expected = (g.to_dense() if g.is_sparse else g for g in grads)
-        local, of_grad = local_of(parameter).detach(), local_of(grad).detach().contiguous()
+        local, of_grad = local_of(parameter).detach(), local_of(grad).detach().as_subclass(torch.Tensor).contiguous()
         for offset, piece in pieces_of(held[name]):
             start = piece.storage_offset() - local.storage_offset() + of_grad.storage_offset()
             part = of_grad.as_strided(piece.shape, piece.stride(), start)
