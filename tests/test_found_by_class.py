@@ -85,6 +85,7 @@ def test_tables_are_drawn_anew(shape: tuple[int, ...], axes: tuple[str, ...]) ->
 
 def changed() -> None:
     model = wrapped((2,), ("dp",))
+    assert repr(model.module.words).startswith("ShardedEmbedding(9, 4, padding_idx=6, kernel=")
     words, bags = model.module.words, model.module.bags  # type: ignore[union-attr]
     for module, name, value in ((words, "max_norm", 1.0), (words, "scale_grad_by_freq", True), (bags, "mode", "sum")):
         was = getattr(module, name)

@@ -63,6 +63,11 @@ class _ShardedPlain(TableModule):
             )
         super().__setattr__(name, value)
 
+    def extra_repr(self) -> str:
+        """What torch's shows, of the whole table, and by which kernels its rows are looked up."""
+        of_torchs: str = self.plain_type.extra_repr(self)  # type: ignore[arg-type]
+        return ", ".join(filter(None, (of_torchs, super().extra_repr())))
+
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
         arguments = {name: getattr(self, name) for name in self.arguments}
