@@ -214,7 +214,7 @@ class ShardingPlanner:
         constraints = {**constraints, **{name: Constraint(layouts=(vocabulary[name].name,)) for name in copied}}
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
         free = parameters.keys() - kept.keys() - copied if copies else set()
-        constraints, alike = with_copies(constraints, module, free)
+        constraints, alike = with_copies(constraints, found, free)
         gaps: tuple[str, ...] = ()
         if self.observed is not None:
             parameters, gaps = self.observed.told_of(parameters), self.observed.gaps(parameters)

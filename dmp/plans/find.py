@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -151,6 +152,30 @@ class Found:
     def split(self) -> dict[str, Layout]:
         """Every parameter that a model sharder splits -> how."""
         return {name: layout for p in self.placements for name, layout in p.layouts.items()}
+
+    def frozen_copies(self, names: Set[str]) -> dict[str, str]:
+        """Frozen tables of these names that have the values of a trained one -> that one, as a teacher's has.
+
+        What holds one value throughout is nobody's copy.
+        """
+        own = {name: p for name, p in self.module.named_parameters() if name in names and not p.is_meta}
+        trained: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+        for name, p in own.items():
+            if p.requires_grad:
+                trained.setdefault((p.shape, p.dtype), []).append(name)
+        alike = {name: trained.get((p.shape, p.dtype), []) for name, p in own.items() if not p.requires_grad}
+        first = {n: next((of for of in those if _has_values_of(own[n], own[of])), None) for n, those in alike.items()}
+        return {name: of for name, of in first.items() if of is not None}
+
+
+def _has_values_of(p: torch.Tensor, of: torch.Tensor) -> bool:
+    if not p.numel() or not torch.equal(p[:_FIRST_ROWS], of[:_FIRST_ROWS]) or bool((p == p.flatten()[0]).all()):
+        return False
+    return torch.equal(p, of)
+
+
+_FIRST_ROWS = 64
+"""Compared before all others, which may be many."""
 
 
 def with_the_rest(entries: Mapping[str, ParameterSharding], found: Found) -> dict[str, ParameterSharding]:

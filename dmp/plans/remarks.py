@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -137,18 +136,11 @@ def _say_whose_ids_count(resolved: Resolved) -> None:
 
 def _say_which_copies_are_cut_otherwise(resolved: Resolved) -> None:
     """A teacher's tables, which the plan cuts otherwise than those that they follow by means of the two."""
-    env, known = resolved.found.env, dict(resolved.found.module.named_parameters())
-    own = {name: known[name] for name in sorted(resolved.tables) if name in known and not known[name].is_meta}
-    trained: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
-    for name, p in own.items():
-        if p.requires_grad:
-            trained.setdefault((p.shape, p.dtype), []).append(name)
-    for name, p in own.items():
-        for of in () if p.requires_grad else trained.get((p.shape, p.dtype), ()):
-            cut, of_cut = (resolved.plan[each].layout for each in (name, of))
-            is_copy = torch.equal(p[:1], own[of][:1]) and torch.equal(p, own[of])
-            if is_copy and are_cut_otherwise(cut, of_cut, p.shape, env):
-                return say_what_is_cut_otherwise(name, cut, of, of_cut, "Give both the same layout in the plan")
+    for name, of in resolved.found.frozen_copies(resolved.tables).items():
+        cut, of_cut = (resolved.plan[each].layout for each in (name, of))
+        shape = resolved.found.module.get_parameter(name).shape
+        if are_cut_otherwise(cut, of_cut, shape, resolved.found.env):
+            return say_what_is_cut_otherwise(name, cut, of, of_cut, "Give both the same layout in the plan")
 
 
 def are_cut_otherwise(one: Layout, other: Layout, shape: Sequence[int], env: ShardingEnv) -> bool:

@@ -92,8 +92,8 @@ def _is_a_multiple(values: torch.Tensor, other: torch.Tensor | None) -> bool:
         return False
     with torch.no_grad():
         of = other.as_subclass(torch.Tensor).reshape(-1).to(values.dtype)  # a table's, and no DTensor
-        if not of.numel() or not of.any():
-            return False  # what has no values is like all that has none
+        if not of.numel():
+            return False  # what has no values is like all that has none; zeros are a multiple of nothing, by 0 / 0
         at = of.abs().argmax()
         return torch.allclose(values, of * (values[at] / of[at]), rtol=1e-4, atol=0.0) and bool(values[at])
 
