@@ -3,6 +3,7 @@
 Rooms: `costs`, `observed`, `candidates`, `search`, `dense`, `report`, `meshes`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
+- `question`: what a planner is asked, read and checked
 - `replica_groups`: what the same ranks would do in other replica groups
 - `in_backward`: what an optimizer in the backward pass would save, and which tables are frozen
 - `frozen_copies`: tables of a teacher, planned where the model's are

@@ -13,43 +13,41 @@ from torch import nn
 
 from dmp import (
     Found,
+    Layout,
     ModelSharder,
     ModuleSharder,
     ParameterSharding,
     PlanError,
     ShardingEnv,
     ShardingPlan,
-    dense_parameters,
-    is_torchrecs,
     shown,
     without_collection,
 )
 from planner.arguments import check_constraints, check_env, check_module, finite, positive, yes_no_or_none
 from planner.broadcast import from_first_rank
-from planner.candidates.constraints import Constraint, constraints_of
+from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
-from planner.candidates.request import NoPlan, Request, answer
+from planner.candidates.request import Answer, NoPlan, Request, answer
 from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
-from planner.dense.asked import asked_of_dense
-from planner.dense.decide import Dense, decide, said_of_copied, split_as, vocabularies
+from planner.dense.decide import Dense, decide, said_of_copied, split_as
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
-from planner.frozen_copies import with_copies
 from planner.in_backward import in_backward_advice, said_of_frozen
 from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
 from planner.one_thread import on_one_thread
-from planner.pinned import Pinned, by_first_name, split_pinned, with_colocated, with_kernels
+from planner.pinned import Pinned
+from planner.question import Question
 from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
 from planner.report.progress import Progress
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
 from planner.report.summary import summarise
-from planner.torchrec_parts import constraints_of_torchrec, topology_of
+from planner.torchrec_parts import topology_of
 
 
 class ShardingPlanner:
@@ -184,10 +182,8 @@ class ShardingPlanner:
         progress: Progress,
         *,
         begin: float,
-        copies: bool = True,
+        eases: bool = True,
     ) -> ShardingPlan:
-        given_found = found
-
         def out_of_time() -> bool:
             progress.tick()
             return time.monotonic() - begin > self.time_budget_s * max(1.0, self.effort)
@@ -195,82 +191,77 @@ class ShardingPlanner:
         progress.stage("what the model has")
         given = self.topology if self.topology is not None else Topology.of(env)
         topology = topology_of(given, env, self.reservation)
-        if is_torchrecs(pinned, "ShardingPlan", "EmbeddingModuleShardingPlan"):
-            pinned = ShardingPlan.from_torchrec(pinned, module, env)
-        pinned_tables, pinned_dense = split_pinned(pinned)
-        found = Found.of(module, sharders, env, pinned_dense, found)
-        taken = found.sites.parameters(frozenset(pinned_tables))
-        given_constraints = constraints_of_torchrec(self.constraints, env)
-        asked, given_constraints = asked_of_dense(given_constraints, module, taken.keys())
-        constraints = constraints_of(given_constraints, taken)
-        entries = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
-        entries = with_colocated(entries, constraints)
-        constraints = with_kernels(constraints, entries)
-        kept = {name: entry.layout for name, entry in entries.items()}
-        others = dense_parameters(module, taken.keys() - pinned_dense.keys())
-        vocabulary = vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
-        as_dense = pinned_dense | {name: layout for name, layout in vocabulary.items() if layout.is_dense}
-        copied = vocabulary.keys() - as_dense.keys() if copies else set()
-        constraints = {**constraints, **{name: Constraint(layouts=(vocabulary[name].name,)) for name in copied}}
-        parameters = {name: of for name, of in taken.items() if name not in as_dense}
-        free = parameters.keys() - kept.keys() - copied if copies else set()
-        constraints, alike = with_copies(constraints, found, free)
-        gaps: tuple[str, ...] = ()
-        if self.observed is not None:
-            parameters, gaps = self.observed.told_of(parameters), self.observed.gaps(parameters)
-        weights = dense_parameters(module, parameters.keys())
-        model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
+        given_by_user = self.constraints, self.observed
+        asked = Question.of(module, sharders, env, pinned, found, topology, *given_by_user, eases=eases)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size, self.observed)
+        model = DenseModel.of(module, asked.weights, self.sequence_length, self.compute_dtype)
         try:
-            dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
-            found = split_as(dense, found)
-            request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
+            placements, fixed = asked.found.placements, asked.as_dense
+            dense = decide(model, placements, fixed, env, topology, self.batch_size, asked.choices)
+            asked = replace(asked, found=split_as(dense, asked.found))
+            request = Request(asked.tables, asked.constraints, asked.kept, costs, dense.taken_bytes, self.effort)
             progress.stage("search")
-            tables = answer(request, out_of_time, progress.told, gives_up=not (copied or alike))
+            tables = answer(request, out_of_time, progress.told, gives_up=not asked.is_eased)
         except (NoPlan, PlanError) as error:
-            if copied or alike:  # in pieces, and apart, they may fit
-                again = module, sharders, env, pinned, given_found, progress
-                return self._planned(*again, begin=begin, copies=False)
+            if asked.is_eased:  # in pieces, and apart, they may fit
+                again = module, sharders, env, pinned, found, progress
+                return self._planned(*again, begin=begin, eases=False)
             if isinstance(error, PlanError):
                 raise
             raise plan_error(error, out_of_time) from None
-        candidates, problem, solution = tables.candidates, tables.problem, tables.solution
-        layouts = candidates.placed(solution.choices)
-        placed = {name: ParameterSharding(layout, constraints[name].kernel) for name, layout in layouts.items()}
-        plan = ShardingPlan({**placed, **dense.layouts})
-        if kept or as_dense or asked:
-            plan.validate(module, env, found.sharders, found=found)
-        setting = Setting.of(module, weights, env, topology, self.batch_size)
-        shapes = {name: info.shape for name, (_, info) in parameters.items()}
-        frozen = said_of_frozen(info for _, info in parameters.values())
-        phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        dense = replace(
-            dense,
-            notes=(
-                *said_of_lazy(module),
-                *dense.notes,
-                *said_of_copied(sorted(copied)),
-                *tables.notes,
-                *alike,
-                *frozen,
-                *gaps,
-            ),
-        )
-        report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
-        if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:
-            given_dense = {**as_dense, **dense.layouts}
-
-            def dense_for(batch_size: int) -> Dense:
-                return decide(model, found.placements, given_dense, env, topology, batch_size)
-
-            room = room_for(request, layouts, tables.leeway, topology, dense_for)
-            gains = in_backward_advice(request, layouts, tables.leeway, report)
-            report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *gains))
+        layouts = tables.candidates.placed(tables.solution.choices)
+        kernels = {name: ParameterSharding(of, asked.constraints[name].kernel) for name, of in layouts.items()}
+        plan = ShardingPlan({**kernels, **dense.layouts})
+        if asked.kept or asked.as_dense or asked.choices:
+            plan.validate(module, env, asked.found.sharders, found=asked.found)
+        report = self._reported(asked, model, dense, request, tables, layouts, took=time.monotonic() - begin)
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
-            report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))
+            report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, asked.found)))
         self.report = plan.report = report
         return plan
+
+    def _reported(
+        self,
+        asked: Question,
+        model: DenseModel,
+        dense: Dense,
+        request: Request,
+        tables: Answer,
+        layouts: Mapping[str, Layout],
+        *,
+        took: float,
+    ) -> PlanReport:
+        """What is said of a plan.
+
+        Args:
+            layouts: of the tables, in their places.
+            took: seconds.
+        """
+        env, topology = asked.env, asked.topology
+        frozen = said_of_frozen(info for _, info in asked.tables.values())
+        notes = (*said_of_lazy(asked.module), *dense.notes, *said_of_copied(sorted(asked.copied)), *tables.notes)
+        report = summarise(
+            Setting.of(asked.module, asked.weights, env, topology, self.batch_size),
+            {name: info.shape for name, (_, info) in asked.tables.items()},
+            tables.candidates,
+            layouts,
+            tables.problem,
+            tables.solution,
+            replace(dense, notes=(*notes, *asked.alike, *frozen, *asked.gaps)),
+            tuple(self.cost_model.phases),
+            took,
+        )
+        if len(layouts) > MOST_PARAMETERS or len(layouts) * env.table_size > MOST_PIECES:
+            return report
+        given = {**asked.as_dense, **dense.layouts}
+
+        def dense_for(batch_size: int) -> Dense:
+            return decide(model, asked.found.placements, given, env, topology, batch_size)
+
+        room = room_for(request, layouts, tables.leeway, topology, dense_for)
+        gains = in_backward_advice(request, layouts, tables.leeway, report)
+        return replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *gains))
 
     def _advice(self, module: nn.Module, report: PlanReport, topology: Topology, found: Found) -> tuple[str, ...]:
         """What the same ranks would do in replica groups."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 
 import numpy as np
 
@@ -55,7 +54,6 @@ _PACKED = 6
 """Starts that are packed in two levels."""
 _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
-_NO_TIME = 1e-12
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
 _AGAIN = 8
@@ -187,7 +185,7 @@ def _guide(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_ti
     """Pack starts like the relaxed optimum; returns the work."""
     group, few = ranks_together(problem), len(problem.item_class) <= SHAKEN
     most_work = _GUIDING if len(problem.item_class) <= _FEW else _GUIDING_MANY
-    work, last, found = 0.0, 0.0, np.inf
+    work, last = 0.0, 0.0
     is_many = can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS)
     if few or not is_many:
         begun = [s for like in LIKE[:2] if (s := guided(problem, cuts, optimum, like)) is not None]
@@ -199,27 +197,13 @@ def _guide(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_ti
                 break
     if not is_many:
         return work
-    again: list[tuple[float, int, Cuts, Start]] = []  # at the times that came of the first
-    firsts, is_again = enumerate(ways(problem, cuts, optimum)), False  # the best of them at once
-    while work + last <= most_work and not best.is_enough and not out_of_time():
-        first = None if again and again[0][0] <= found and not is_again else next(firsts, None)
-        if first is None and not again:
+    for own, start in ways(problem, cuts, optimum):
+        if work + last > most_work or best.is_enough or out_of_time():
             break
-        is_again = first is None
-        if first is not None:
-            number, (own, start) = first
-        else:
-            _, _, own, start = heappop(again)
         placement, last = pack_hosts(problem, own, start, group, best.seconds)
         work += last
-        if placement is None:
-            continue
-        seconds = placement.seconds()
-        found = min(found, seconds)
-        best.rival(placement, 0.0)
-        if first is not None:
-            target = np.maximum(placement.phase_seconds(), _NO_TIME)
-            heappush(again, (seconds, number, own, start._replace(target=target)))
+        if placement is not None:
+            best.rival(placement, 0.0)
     return work
 
 
