@@ -66,6 +66,10 @@ class Scorer(nn.Module):
     def embedded(self, items: torch.Tensor) -> torch.Tensor:
         return F.embedding(items, weight=self.items.weight)
 
+    def looked_up_as_plain(self, items: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = nn.Embedding.from_pretrained(self.items.weight)(items)
+        return out
+
     def of_length_1(self, x: torch.Tensor) -> torch.Tensor:
         items = self.items.weight
         return torch.einsum("bd,nd->bn", x, F.normalize(items, dim=-1))
@@ -226,6 +230,8 @@ def is_refused_where_taken(layout: Layout) -> None:
         (model.linear, x, "linear"),
         (model.near, x, "sub"),
         (model.embedded, torch.tensor([1]), "embedding"),
+        (model.looked_up_as_plain, torch.tensor([1]), "embedding"),
+        (lambda ids: nn.Embedding.forward(model.module.items, ids), torch.tensor([1]), "embedding"),  # type: ignore[arg-type,union-attr]
         (model.of_length_1, x, "einsum"),
         (model.of_all_twice, x, "matmul"),
         (model.centred, x, "mean|sub"),

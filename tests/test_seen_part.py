@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -192,10 +193,10 @@ def written_as_a_whole() -> list[str]:
             module.users.weight.data[:] += 1
             module.users.weight.data = module.users.weight.data / 2
             module.users.weight -= 0.5
-        assert type(model.module.users.weight) is torch.nn.Parameter
+        assert type(model.module.users.weight) is nn.Parameter
         assert torch.equal(full_state_dict(model)["users.weight"], net.users.weight)
         torch.manual_seed(1)
-        torch.nn.init.xavier_uniform_(model.module.users.weight.data)
+        nn.init.xavier_uniform_(model.module.users.weight.data)
         drawn, number = full_state_dict(model)["users.weight"], float(torch.rand(()))
         assert len(drawn.unique()) == drawn.numel() and drawn.abs().max() <= (6 / sum(drawn.shape)) ** 0.5
     return [*(text for text in said.texts if "this rank's part" in text), str(number)]
@@ -228,11 +229,11 @@ def test_a_row_that_is_read_by_its_number_is_said_to_be_of_the_part() -> None:
 
 SEEN: dict[str, Callable[[Any], Any]] = {
     "scores": lambda m: torch.ones(3, 8) @ m.users.weight.data.T,
-    "by linear": lambda m: torch.nn.functional.linear(torch.ones(3, 8), m.users.weight),
+    "by linear": lambda m: nn.functional.linear(torch.ones(3, 8), m.users.weight),
     "mean row": lambda m: m.users.weight.data.mean(0),
     "mean row of the gradient": lambda m: m.users.weight.grad.mean(0, keepdim=True),
     "norms of cut rows": lambda m: m.items.weight.grad.norm(dim=1),
-    "normalized cut rows": lambda m: torch.nn.functional.normalize(m.items.weight.detach()),
+    "normalized cut rows": lambda m: nn.functional.normalize(m.items.weight.detach()),
     "array": lambda m: m.users.weight.detach().cpu().numpy(),
     "list": lambda m: m.users.weight.tolist(),
     "saved": lambda m: torch.save({"users": m.users.weight.data.cpu()}, io.BytesIO()),
@@ -245,9 +246,13 @@ SEEN: dict[str, Callable[[Any], Any]] = {
     "of a clone": lambda m: m.users.weight.detach().clone().mean(),
     "mask of rows": lambda m: m.users.weight.grad.mul_(torch.ones(len(m.users.weight.grad), 1)),
     "own rows": lambda m: m.users.weight.data[torch.arange(len(m.users.weight.data)) < 1],
+    "plain module": lambda m: nn.Embedding.from_pretrained(m.users.weight)(torch.zeros(2, dtype=torch.long)),
+    "of its data": lambda m: nn.Embedding.from_pretrained(m.users.weight.data)(torch.zeros(2, dtype=torch.long)),
+    "plain bags": lambda m: nn.EmbeddingBag.from_pretrained(m.items.weight)(torch.zeros(1, 2, dtype=torch.long)),
+    "plain parameter": lambda m: nn.functional.linear(torch.ones(3, 8), nn.Parameter(m.users.weight)),
 }
 OF_ROWS: dict[str, Callable[[Any], Any]] = {
-    "normalized": lambda m: m.users.weight.data.copy_(torch.nn.functional.normalize(m.users.weight.data)),
+    "normalized": lambda m: m.users.weight.data.copy_(nn.functional.normalize(m.users.weight.data)),
     "norms": lambda m: m.users.weight.data.div_(m.users.weight.data.norm(dim=1, keepdim=True)),
     "centred": lambda m: m.users.weight.grad.sub_(m.users.weight.grad.mean(1, keepdim=True)),
     "clipped": lambda m: m.users.weight.grad.div_(m.users.weight.grad.norm(dim=-1, keepdim=True).clamp(min=1)),
@@ -326,7 +331,7 @@ def wrong_shapes() -> str:
     with pytest.raises(dmp.ShardError, match="a part of shape"), torch.no_grad():
         model.module.users.weight.copy_(torch.ones(11, 8))
     with pytest.raises(dmp.ShardError, match="embedding: this rank has a part of shape"):
-        torch.nn.functional.embedding(torch.tensor([9, 10]), model.module.users.weight.data)
+        nn.functional.embedding(torch.tensor([9, 10]), model.module.users.weight.data)
     own = model.module.users.weight.detach().clone()
     own[0] = 0.0  # of a copy of its own
     with pytest.raises(dmp.ShardError, match="of the gradient of table 'users"):
@@ -360,7 +365,11 @@ def drawn() -> list[torch.Tensor]:
     model.module.users.weight.data.normal_()
     made.append(torch.rand(()))
     whole = full_state_dict(model)["users.weight"]
-    assert len(whole.unique()) == whole.numel()
+    noise = torch.randn_like(model.module.users.weight)
+    made.append(torch.rand(()))
+    model.module.users.weight.data.copy_(noise)
+    drawn_anew = full_state_dict(model)["users.weight"]
+    assert len(torch.cat([whole, drawn_anew]).unique()) == 2 * whole.numel()
     return made
 
 

@@ -43,7 +43,13 @@ _OF_LEAVES = frozenset(
 """What only the parameter itself has, or nobody need watch."""
 
 
-_IS_SEEN = frozenset((INDEXED, *THE_SAME, "T", "mT", "t", "transpose", *MIXES_ROWS, *MIXES_COLUMNS)) - {"sum"}
+_MAKE_A_MODULE = frozenset(("from_pretrained", "Parameter"))
+"""What makes a plain module's weight of it, which would go for a whole one."""
+
+_IS_SEEN = frozenset(
+    (INDEXED, *THE_SAME, *_MAKE_A_MODULE, "T", "mT", "t", "transpose", "rand_like", "randn_like")
+    + (*MIXES_ROWS, *MIXES_COLUMNS)
+) - {"sum"}
 """What code outside the model does with a weight that `seen_part` is for."""
 
 
@@ -85,7 +91,10 @@ class Part(torch.Tensor):
         if needs_none or (torch.is_grad_enabled() and asked == (UNKNOWN,)):
             return parameter
         model = self_of(frame)
-        if model is None or _is_of_libraries(frame) or all(m is not holder for m in model.modules()):
+        if model is None or all(m is not holder for m in model.modules()):
+            return parameter
+        is_looked_up = model is holder and not MIXES_ROWS.isdisjoint(asked)  # by torch's own forward, asked for by name
+        if _is_of_libraries(frame) and not is_looked_up:
             return parameter
         if is_of_sizes:
             return Unread.of(parameter, size, table, "")
@@ -198,7 +207,7 @@ def _is_of_libraries(frame: FrameType) -> bool:
 
 def _takes(what: str, model: nn.Module) -> bool:
     """Whether it is torch's operations, or a module of the model, that take a weight, by what is asked of it."""
-    if what in MOVES or what in MIXES_ROWS or what in MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX):
+    if what in MOVES or what in MIXES_ROWS or what in MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX, *_MAKE_A_MODULE):
         return True
     if not what.isidentifier():
         return what != UNKNOWN  # an operator
