@@ -92,6 +92,14 @@ def changed() -> None:
         with pytest.raises(ShardError, match=f"{name} of sharded table '(words|bags)' was set to .* after wrapping"):
             setattr(module, name, value)
         setattr(module, name, was)
+    for kind, make in ((nn.Embedding, words), (nn.EmbeddingBag, bags)):
+        with pytest.raises(ShardError, match=f"no {kind.__name__} by its class"):
+            make.__class__ = kind
+        for again in (lambda m: type(m)(5, 4), lambda m: type(m)(num_embeddings=5, embedding_dim=4)):
+            with pytest.raises(ShardError, match=rf"nn\.{kind.__name__}\(\.\.\.\) makes a plain one"):
+                again(make)
+        with pytest.raises(ShardError, match="or its from_pretrained would"):
+            type(make).from_pretrained(torch.ones(2, 2))
     with pytest.raises(ShardError, match=r"this rank has a part of shape \([54], 4\) of table 'words.weight'"):
         words.weight.data[words.padding_idx].zero_()  # type: ignore[union-attr, index]
 

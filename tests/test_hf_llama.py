@@ -76,6 +76,26 @@ def test_equals_the_plain_model(shape: tuple[int, ...], names: tuple[str, ...], 
     run_ranks(4, check_equals_plain, shape, names, is_tied)
 
 
+def ties_again() -> None:
+    env, config = ShardingEnv.from_mesh(mesh_of((2,), ("tp",))), transformers.LlamaConfig(**SIZES)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    oracle = transformers.LlamaForCausalLM(config)
+    model = DistributedModelParallel(copy.deepcopy(oracle), env)
+    ids = torch.arange(6).view(2, 3)
+    for each in (model, oracle):
+        each.tie_weights()
+        each(input_ids=ids, labels=ids).loss.backward()
+    places = [model.module.get_submodule(path)._parameters["weight"] for path in ("model.embed_tokens", "lm_head")]
+    assert places[0] is places[1] and places[0] is not None and places[0].grad is not None
+    torch.testing.assert_close(places[0].grad.full_tensor(), oracle.lm_head.weight.grad)  # type: ignore[attr-defined]
+
+
+def test_weights_are_tied_again() -> None:
+    """A method that is told a path computed with what is here of a weight, and found no parameter there."""
+    run_ranks(2, ties_again)
+
+
 def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:
     result = run_program([EXAMPLE, "--axes", "tp", "--steps", "20", "--save", str(tmp_path / "saved")], 2)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -65,6 +65,8 @@ def scripted() -> None:
     for each in (model, copy.deepcopy(model)):
         with pytest.raises(ShardError, match=r"weights are split over the ranks is not compiled by torch\.jit\.script"):
             torch.jit.script(each.module[1])  # type: ignore[index]
+        with pytest.raises(ShardError, match=r"not traced by torch\.fx: .*to_unsharded\(model\)"):
+            torch.fx.symbolic_trace(each)
         each(torch.tensor([[1, 2, 9]])).sum().backward()
 
 

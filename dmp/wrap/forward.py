@@ -52,7 +52,7 @@ def _refuse_tracing(args: Any, kwargs: Any) -> None:
     are_whole = isinstance(args, tuple) and isinstance(kwargs, dict)
     if not are_whole or any(isinstance(each, Proxy) for each in (*args, *kwargs.values())):
         raise ShardError(
-            "a wrapped model is not traced by torch.fx, which is how TorchRec's train pipelines begin: import the "
+            f"a wrapped model is not traced by torch.fx: {_OF_GRAPHS}. TorchRec's train pipelines begin so: import the "
             "pipeline of the same name from dmp (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, "
             "EvalPipelineSparseDist, TrainPipelineBase)"
         )

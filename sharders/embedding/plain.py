@@ -46,7 +46,14 @@ class _ShardedPlain(TableModule):
     embedding_dim: int
     padding_idx: int | None
 
-    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+    def __init__(self, original: Any = None, *where: Any, **options: Any) -> None:
+        if not isinstance(original, nn.Module):
+            plain = self.plain_type.__name__
+            raise ShardError(
+                f"{type(self).__name__} is the class of a table in a wrapped model, and makes none, as "
+                f"type(module)(...) or its from_pretrained would: nn.{plain}(...) makes a plain one. A "
+                "table gets another size in to_unsharded(model), wrapped anew"
+            )
         super().__init__(original, *where, **options)
         for name in self.arguments:
             setattr(self, name, getattr(original, name))

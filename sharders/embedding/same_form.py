@@ -1,10 +1,13 @@
 """A table's weight keeps its form: torch's parametrizations, pruning and norms of weights would be of a rank's part.
 
 They put tensors of their own in the place of a weight. The lookup reads the part that it holds, so that they would do
-nothing; and what they work out, as a largest singular value, or which entries are smallest, is of the whole table.
+nothing; and what they work out, as a largest singular value, or which entries are smallest, is of the whole table. A
+module that was given a plain class would look rows up in its part.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +28,14 @@ class SameForm(nn.Module):
             if name in (f"{table}_orig", f"{table}_g"):  # of pruning and spectral_norm, of weight_norm
                 raise _refusal(table)
         super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and not issubclass(value, type(self)):  # FSDP2 and others put subclasses there
+            raise ShardError(
+                f"a sharded module is no {value.__name__} by its class: each rank has a part of its tables, of which "
+                "a plain forward would read rows. to_unsharded(model) has plain modules"
+            )
+        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         """As torch's, but none of a table's, which parametrizations take away first."""

@@ -173,13 +173,18 @@ def _model_code(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_told_names(module: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Whether a method is given names of the module's own parts alone: what it computes is of weights."""
+    """Whether a method is given names or paths of the module's own parts alone: what it computes is of weights."""
     given = (*args, *kwargs.values())
     return bool(given) and all(isinstance(each, str) and _has_part(module, each) for each in given)
 
 
 def _has_part(module: nn.Module, name: str) -> bool:
-    return any(name in each._modules or name in each._parameters for each in (module, *module.children()))
+    first, _, below = name.partition(".")
+    for each in (module, *module.children()):
+        inner = each._modules.get(first)
+        if (inner is not None and (not below or _has_part(inner, below))) or name in each._parameters:
+            return True
+    return False
 
 
 def _is_read_by_model() -> bool:
