@@ -13,7 +13,16 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, full_state_dict, row_wise
+from dmp import (
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    full_state_dict,
+    row_wise,
+    table_wise,
+)
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of
 
@@ -83,15 +92,77 @@ def copies_refused() -> list[str]:
         parts = [model.get_parameter("users.weight").data for _ in range(2)]
         with pytest.raises(ShardError, match="'users"):
             dist.scatter(parts[0], parts if model.env.rank == 0 else None)
-        others = [torch.ones(parts[0].shape), torch.ones(sum(p.numel() for p in model.parameters()))]
+        whole = full_state_dict(model)["users.weight"]
+        model.get_parameter("out.weight").requires_grad_(False)
+        trained = parameters_to_vector(p for p in model.parameters() if p.requires_grad)
+        with pytest.raises(ShardError, match="a copy of 'users"):
+            dist.all_reduce(trained)
+        ones = [torch.ones(parts[0].shape), torch.ones(sum(p.numel() for p in model.parameters()))]
+        others = [*ones, torch.zeros(parts[0].shape), parts[0].double().mul(2).T.contiguous(), whole]
+        others += [torch.ones(parts[0].shape).to_sparse(), torch.ones(300)]
         for other in others:
-            dist.all_reduce(other)  # what has their sizes alone
-    return [str(float(other.mean())) for other in others]
+            dist.all_reduce(other)  # what has their sizes, or values, alone
+    return [str(float(other.mean())) for other in ones]
 
 
 def test_copies_of_parts_are_refused_alone_or_in_one_vector() -> None:
     """Vectors of equal lengths, of different rows, were averaged in silence."""
     assert run_ranks(2, copies_refused) == [["2.0", "2.0"]] * 2
+
+
+def nothing_refused() -> list[str]:
+    """Of a rank without rows; by it alone the other would wait."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    plan = {"users.weight": table_wise(0), **dict.fromkeys(TABLES[1:], data_parallel())}
+    model, told = DistributedModelParallel(Net(), env, plan=plan), []
+    users = model.get_parameter("users.weight")
+    with torch.no_grad():
+        for given in (users, users.data, parameters_to_vector(model.parameters())):
+            with pytest.raises(ShardError) as error:
+                dist.all_reduce(given)
+            told.append(str(error.value))
+        for name in TABLES[1:]:
+            dist.all_reduce(model.get_parameter(name).data)
+    return told
+
+
+def test_a_rank_without_rows_is_told_too() -> None:
+    for told in run_ranks(2, nothing_refused):
+        assert ["copy" in text for text in told] == [False, False, True] and all("'users.weight'" in t for t in told)
+
+
+def without_tables() -> list[str]:
+    env, told = ShardingEnv.from_mesh(mesh((2,), ("shard",))), []
+    model = DistributedModelParallel(torch.nn.Linear(8, 8), env)
+    model(torch.ones(2, 8)).sum().backward()
+    weight = model.get_parameter("weight")
+    for given in (weight, weight.grad, weight.detach() * 2):
+        with torch.no_grad(), pytest.raises(ShardError) as error:
+            dist.all_reduce(given)
+        told.append(str(error.value))
+    dist.all_reduce(torch.ones(4, 8))
+    return told
+
+
+def test_split_weights_are_refused_where_there_are_no_tables() -> None:
+    for told in run_ranks(2, without_tables):
+        assert ["of 'weight'" in text for text in told] == [True, True, False] and "of a DTensor" in told[2]
+
+
+def on_a_part_of_the_mesh() -> None:
+    whole = mesh((2, 2), ("twin", "dp"))
+    model = DistributedModelParallel(Net(), ShardingEnv.from_mesh(whole["dp"]), plan=dict.fromkeys(TABLES, row_wise()))
+    with torch.no_grad():
+        part = model.get_parameter("users.weight").data
+        with pytest.raises(ShardError, match="each rank has its own part of it"):
+            dist.all_reduce(part)
+        before = part.clone()
+        dist.all_reduce(part, group=whole.get_group("twin"))  # another model has the same rows
+        assert torch.equal(part, 2 * before)
+
+
+def test_ranks_that_are_not_on_a_model_s_mesh_have_no_other_parts_of_it() -> None:
+    run_ranks(4, on_a_part_of_the_mesh)
 
 
 def averaged(axes: str, layout: str, group: str) -> float:

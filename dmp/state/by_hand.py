@@ -65,14 +65,15 @@ def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
         named = dict(model.named_parameters())
         for name, parameter in named.items():
             if any(each is not None and _is_the_same(tensor, each) for each in (parameter, parameter.grad)):
-                return repr(name), model.env if _is_cut(name, model) else None
+                return repr(name), model.env if name in _cut(model) else None
         if (copied := _copied(tensor, named, model)) is not None:
             return f"a copy of {copied!r}", model.env
     return "a DTensor", None
 
 
 def _copied(tensor: torch.Tensor, named: Mapping[str, nn.Parameter], model: Any) -> str | None:
-    """What is cut, and is a tensor's values times some number, by itself or beside the model's others in one vector."""
+    """What is cut, and is a tensor's values times some number, by itself or beside the model's others in one vector:
+    that is known by any of them, for of some a rank has nothing."""
     if is_dtensor(tensor) or tensor.layout != torch.strided:
         return None
     vectors = [named, {name: p for name, p in named.items() if p.requires_grad}]
@@ -80,33 +81,32 @@ def _copied(tensor: torch.Tensor, named: Mapping[str, nn.Parameter], model: Any)
         sizes = [local_of(p).numel() for p in held.values()]
         if sum(sizes) != tensor.numel():
             continue
-        for (name, p), values in zip(held.items(), tensor.detach().reshape(-1).split(sizes), strict=True):
-            has_form = tensor.dim() == 1 or (tensor.shape == local_of(p).shape != _size(name, model))
-            if has_form and _is_cut(name, model) and any(_is_a_multiple(values, each) for each in (p, p.grad)):
-                return name
+        cut = _cut(model)
+        name = next((name for name in held if name in cut), None)
+        if name is None or (tensor.dim() == 2 and not tensor.shape == named[name].shape != cut[name]):
+            continue
+        parts = zip(held.values(), tensor.detach().reshape(-1).split(sizes), strict=True)
+        if any(_is_a_multiple(values, each) for p, values in parts for each in (p, p.grad)):
+            return name
     return None
 
 
 def _is_a_multiple(values: torch.Tensor, other: torch.Tensor | None) -> bool:
-    if other is None or other.layout != torch.strided or values.numel() == 1:
-        return False
+    if other is None or other.layout != torch.strided or values.numel() < 2:
+        return False  # one number is a multiple of any other
     with torch.no_grad():
-        of = other.as_subclass(torch.Tensor).reshape(-1).to(values.dtype)  # a table's, and no DTensor
-        if not of.numel():
-            return False  # what has no values is like all that has none; zeros are a multiple of nothing, by 0 / 0
-        at = of.abs().argmax()
+        of = local_of(other).as_subclass(torch.Tensor).reshape(-1).to(values.dtype)
+        at = of.abs().argmax()  # of zeros nothing is a multiple: 0 / 0 is like nothing
         return torch.allclose(values, of * (values[at] / of[at]), rtol=1e-4, atol=0.0) and bool(values[at])
 
 
-def _size(name: str, model: Any) -> torch.Size | None:
-    return torch.Size(of[1].size()) if (of := sharded_parameters(model).get(name)) else None
-
-
-def _is_cut(name: str, model: Any) -> bool:
-    if name not in (sharded := sharded_parameters(model)):
-        return False
-    size = sharded[name][1].size()
-    return name not in model.plan or not is_replicated(model.plan[name].layout.shards(size, model.env), size)
+def _cut(model: Any) -> Mapping[str, torch.Size]:
+    """Tables of which ranks have parts, and the sizes of the wholes."""
+    wholes = {name: torch.Size(held.size()) for name, (_, held) in sharded_parameters(model).items()}
+    layouts = {name: entry.layout for name, entry in model.plan.items()}
+    return {
+        n: s for n, s in wholes.items() if n not in layouts or not is_replicated(layouts[n].shards(s, model.env), s)
+    }
 
 
 def _is_the_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -116,7 +116,7 @@ def _is_the_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     tensor, other = local_of(tensor), local_of(other)
     alike = tensor.shape == other.shape and tensor.dtype == other.dtype
     are_dense = tensor.layout == other.layout == torch.strided
-    return alike and are_dense and tensor.numel() > 0 and tensor.data_ptr() == other.data_ptr()
+    return alike and are_dense and tensor.data_ptr() == other.data_ptr()  # of what has no rows: 0
 
 
 def _have_other_parts(env: ShardingEnv, group: Any) -> bool:
