@@ -21,6 +21,7 @@ from dmp import (
 from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh, run_ranks
+from tests.test_asked import Said
 
 ROWS = 4001
 MACHINE = Topology(2e6, 1e12, 1e13, (5e10,), 1e-5, reserved_fraction=0.0)
@@ -90,6 +91,34 @@ def followed(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "replicate"])
 def test_a_teacher_follows(axis: str) -> None:
     run_ranks(2, followed, axis)
+
+
+def said_later(how: str) -> list[str]:
+    """Of two that are cut alike at first, and of those on meshes of different forms."""
+    cuts, copies = (ShardingEnv.from_mesh(mesh((2,), (axis,))) for axis in ("dp", "replicate"))
+    module, names = Taught(16), ("0.weight", "1.weight")
+    module.teacher.requires_grad_(False)
+    rows, whole = (dict.fromkeys(names, each) for each in (row_wise(), data_parallel()))
+    with Said() as said:
+        if how == "in one":
+            plan = {f"{net}.{name}": each for net in ("student", "teacher") for name, each in rows.items()}
+            model = DistributedModelParallel(module, cuts, plan=plan)
+            model.copy()
+            model.reshard({"teacher.0.weight": row_wise([1, 0])})
+        else:
+            student = DistributedModelParallel(module.student, cuts, plan=whole if how == "whole on both" else rows)
+            teacher = DistributedModelParallel(module.teacher, cuts if how == "in two" else copies, plan=rows)
+            if how == "in two":
+                student.reshard({"0.weight": table_wise(1)})
+            assert teacher.env.size == 2
+    return [text for text in said.texts if "takes other rows" in text]
+
+
+@pytest.mark.parametrize("how", ["in one", "in two", "on another mesh", "whole on both"])
+def test_one_that_is_cut_otherwise_later_or_on_another_mesh_is_named(how: str) -> None:
+    """Plans were compared at the wrap alone, and on equal meshes."""
+    first, others = run_ranks(2, said_later, how)
+    assert not others and len(first) == (how != "whole on both")
 
 
 def said_of(layout: Layout, is_apart: bool, is_frozen: bool, is_copy: bool) -> list[str]:

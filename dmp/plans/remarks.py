@@ -2,14 +2,15 @@
 
 That is: weights of a kind that is sharded which are no tables, with their bytes and why; a tensor axis on which nothing
 was split, whose ranks all do the same work; which share of the weights is whole on each of its ranks, and why; where
-gradients are scaled by counts that each rank has of its own samples; and frozen copies that are cut otherwise than what
-they may follow.
+gradients are scaled by counts that each rank has of its own samples. How to tell, and say, that frozen copies are cut
+otherwise than what they may follow is here, too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from dmp.contracts import hook
 from dmp.env import ShardingEnv
 from dmp.layouts.layout import Layout
+from dmp.layouts.shard import Shard
 from dmp.plans.check import Resolved
 from dmp.plans.oddities import why_no_table
 from dmp.registry import by_module_type, sharder_for
@@ -33,7 +35,6 @@ def remark(resolved: Resolved) -> None:
         _say_what_is_whole(resolved)
         _say_what_is_left(resolved)
         _say_whose_ids_count(resolved)
-        _say_which_copies_are_cut_otherwise(resolved)
 
 
 def say_what_is_read(resolved: Resolved) -> None:
@@ -134,20 +135,21 @@ def _say_whose_ids_count(resolved: Resolved) -> None:
             )
 
 
-def _say_which_copies_are_cut_otherwise(resolved: Resolved) -> None:
-    """A teacher's tables, which the plan cuts otherwise than those that they follow by means of the two."""
-    for name, of in resolved.found.frozen_copies(resolved.tables).items():
-        cut, of_cut = (resolved.plan[each].layout for each in (name, of))
-        shape = resolved.found.module.get_parameter(name).shape
-        if are_cut_otherwise(cut, of_cut, shape, resolved.found.env):
-            return say_what_is_cut_otherwise(name, cut, of, of_cut, "Give both the same layout in the plan")
+def are_cut_otherwise(shape: Sequence[int], one: Layout, env: ShardingEnv, other: Layout, of_env: ShardingEnv) -> bool:
+    """Whether a rank that is on both meshes has other rows or columns of two tables of a shape."""
+    if env == of_env and (one == other or one.is_copied is not other.is_copied):
+        return one != other
+    held, of_other = _held(shape, one, env), _held(shape, other, of_env)
+    return any(held[rank] != of_other[rank] for rank in held.keys() & of_other.keys())
 
 
-def are_cut_otherwise(one: Layout, other: Layout, shape: Sequence[int], env: ShardingEnv) -> bool:
-    """Whether a rank has other rows or columns of two tables of a shape."""
-    if one == other:
-        return False
-    return one.is_copied is not other.is_copied or one.shards(shape, env) != other.shards(shape, env)
+def _held(shape: Sequence[int], layout: Layout, env: ShardingEnv) -> dict[int, list[Shard]]:
+    """The program's rank -> what it has."""
+    ranks = range(env.size) if env.mesh is None else env.mesh.mesh.flatten().tolist()
+    places: dict[int, list[Shard]] = {}
+    for shard in layout.shards(shape, env):
+        places.setdefault(shard.rank, []).append(replace(shard, rank=0))
+    return {rank: places.get(env.table_rank_of(i), []) for i, rank in enumerate(ranks)}
 
 
 def say_what_is_cut_otherwise(name: str, cut: Layout, of: str, of_cut: Layout, way_out: str) -> None:

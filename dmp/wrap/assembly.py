@@ -5,7 +5,7 @@ makes another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -73,6 +73,7 @@ class Assembly:
         split_watch: of weights that are split in place.
         since_split: what has become of the module since.
         sharders: who could take modules, as given and adopted.
+        copies: frozen tables that had a trained one's values when they were wrapped -> that one; on the first rank.
     """
 
     env: ShardingEnv
@@ -90,6 +91,7 @@ class Assembly:
     split_watch: SplitWatch | None = None
     since_split: SinceSplit | None = None
     sharders: tuple[AnySharder, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sharded(self) -> list[nn.Module]:

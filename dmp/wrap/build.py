@@ -106,6 +106,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
     check_agreement(checked.facts(), given.env)
     resolved = checked.resolved
     remark(resolved)
+    copies = resolved.found.frozen_copies(resolved.tables) if given.env.size > 1 and given.env.rank == 0 else {}
     sync_from_first_rank(given.module, given.env)
     seed = shared_seed(given.env) if given.init_parameters else 0
     module, owned = _with_tables(checked, seed, calls)
@@ -120,6 +121,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         fused=fused_of(module, owned, given.env),
         running=module,
         sharders=tuple(given.sharders),
+        copies=copies,
     )
     return _with_dense(made, checked, seed)
 

@@ -44,7 +44,7 @@ def look() -> None:
 
 def add(model: Any) -> None:
     """A model that has been wrapped, or copied."""
-    if model not in models:
+    if model not in models and model not in copies_of:
         _say_who_is_cut_otherwise(model)
     models[model] = None
     look()
@@ -53,7 +53,7 @@ def add(model: Any) -> None:
 
 
 def say_who_keeps_another_plan(model: Any) -> None:
-    """After `model` has changed its plan: copies of it have other rows in the same places, which averages would mix."""
+    """After `model` has changed its plan: copies of it, and what follows it, may have other rows in the same places."""
     own = copies_of.get(model)
     others = [m for m in models if own is not None and copies_of.get(m) is own and m.plan != model.plan]
     if others and model.env.rank == 0:
@@ -62,24 +62,31 @@ def say_who_keeps_another_plan(model: Any) -> None:
             "before they are averaged with it (AveragedModel), for their chunks hold other rows",
             len(others),
         )
+    _say_who_is_cut_otherwise(model)
 
 
 def _say_who_is_cut_otherwise(model: Any) -> None:
-    """Of a frozen model, as a target network is, and one that it may follow, wrapped by themselves: planned apart, for
-    a table that nobody trains is cheap where it is whole."""
+    """Of a frozen table, as a teacher or a target network has, and one that it may follow: in the model, or in one that
+    was wrapped by itself, on its mesh or another. Planned apart, what nobody trains is cheap where it is whole."""
     if model.env.rank != 0 or model.env.size == 1:
         return
+    shapes, cut_otherwise = model.plan.setting.shapes, are_cut_otherwise
+    for name, of in model._made.copies.items():
+        cut, of_cut = (model.plan[each].layout for each in (name, of))
+        if cut_otherwise(shapes[name], cut, model.env, of_cut, model.env):
+            return say_what_is_cut_otherwise(name, cut, of, of_cut, "Give both the same layout in the plan")
     own = dict(model.named_parameters())
-    for other in [m for m in models if m.env == model.env and m.plan != model.plan]:
-        theirs, shapes = dict(other.named_parameters()), other.plan.setting.shapes
-        for name, shape in model.plan.setting.shapes.items():
-            if name not in own or name not in theirs or shapes.get(name) != shape:
+    others = [m for m in models if m is not model and m.env.size > 1 and (m.env, m.plan) != (model.env, model.plan)]
+    for other in others:
+        theirs, of_shapes = dict(other.named_parameters()), other.plan.setting.shapes
+        for name, shape in shapes.items():
+            if name not in own or name not in theirs or of_shapes.get(name) != shape:
                 continue
             if own[name].requires_grad is theirs[name].requires_grad:
                 continue
-            both = {f"{name} of the model wrapped now": model, f"{name} of one wrapped before": other}
+            both = {f"{name} of this model": model, f"{name} of another": other}
             (frozen, its), (trained, of) = both.items() if theirs[name].requires_grad else reversed(both.items())
             cut, of_cut = its.plan[name].layout, of.plan[name].layout
-            if are_cut_otherwise(cut, of_cut, shape, model.env):
-                say_what_is_cut_otherwise(frozen, cut, trained, of_cut, "Wrap the second with plan=first.plan")
-                return
+            if cut_otherwise(shape, cut, its.env, of_cut, of.env):
+                way_out = "Have both on one mesh, by one plan (plan=first.plan, the same reshard)"
+                return say_what_is_cut_otherwise(frozen, cut, trained, of_cut, way_out)
