@@ -61,6 +61,7 @@ class Calls:
         self._forwards = 0
         self.steps: deque[str] = deque(maxlen=3)
         self._digest = self._num_steps = 0
+        self._updated_at = -1
         self.fused: Sequence[Mapping[str, Any]] = ()
         self.part: Callable[[Any], Any] | None = None
         self.num_compared = 0
@@ -84,6 +85,15 @@ class Calls:
         self.steps.append(text)
         self._num_steps += 1
         self._digest += zlib.crc32(text.encode())  # a sum, for ranks may have their optimizers in different orders
+
+    def note_update(self) -> None:
+        """A backward pass comes by tables, and updates those that are updated in it."""
+        self._updated_at = self._num_steps
+
+    @property
+    def is_in_a_step(self) -> bool:
+        """Whether tables were updated since the last step of an optimizer; of a program that makes none, no."""
+        return bool(self.fused) and 0 < self._num_steps == self._updated_at
 
     def digest(self) -> int:
         """Of the steps so far, and of the learning rates in the backward pass: the same number on all ranks."""

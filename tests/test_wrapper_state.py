@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import re
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel
+from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, ranks, save_checkpoint
 from tests.equality import env_of
 from tests.ranks import run_ranks
+from tests.test_asked import Said
 from tests.wrapped_net import LR, TABLES, Net, batch, loss_of, mixed, plan_for, same_values, wrap
 
 # ---- loading ----
@@ -287,3 +289,28 @@ def _schedule() -> None:
 
 def test_a_schedule_takes_effect() -> None:
     run_ranks(2, _schedule)
+
+
+def _saved(folder: str) -> list[list[int]]:
+    """How much was said of a save that was made at each place of each step."""
+    env, found = env_of("dp2"), []
+    for of_tables in ("sgd", None):
+        model = wrap(env, None, of_tables)
+        optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if not of_tables or n not in TABLES], LR)
+        counts, names = [], itertools.count()
+        for step in range(2):
+            loss = loss_of(model, batch(env.rank, step))
+            for each in (optimizer.zero_grad, loss.backward, optimizer.step):
+                each()
+                ranks.say_once.cache_clear()
+                with Said() as said:
+                    save_checkpoint(f"{folder}/{next(names)}-{of_tables}", model)
+                counts.append(sum("makes half of it twice" in text for text in said.texts))
+        found.append(counts)
+    return found
+
+
+def test_a_save_before_the_step_says_that_it_has_half_of_it(tmp_path: Any) -> None:
+    """Before the first step nobody knows whether the program makes any."""
+    first, others = run_ranks(2, _saved, str(tmp_path))
+    assert first == [[0, 0, 0, 0, 1, 0], [0] * 6] and others == [[0] * 6] * 2

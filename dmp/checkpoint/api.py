@@ -31,6 +31,7 @@ from torch import nn
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.drifted import say_of_drift
+from dmp.checkpoint.half_steps import say_of_half_a_step
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
@@ -58,6 +59,9 @@ def save_checkpoint(
     keep_last: int | None = None,
 ) -> PendingSave | None:
     """Save weights, optimizer state, random state and `extra`, to be loaded on any mesh and plan.
+
+    Between two steps: after a backward pass, tables that are updated in it are a step ahead of all else until
+    `optimizer.step()`, which is said once.
 
     Collective over `model.env` (for a plain module: the default group, where there is one). An existing checkpoint at
     `path` is replaced in one step when the new one is whole; a failed save leaves it as it was. Anything else that lies
@@ -98,6 +102,7 @@ def save_checkpoint(
         same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
         say_of_drift(model, content.tensors, env)
+        say_of_half_a_step(model)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()
 

@@ -422,6 +422,7 @@ class _Lookup(torch.autograd.Function):
                     engine.handshake.take_turn(f"goes back through call {ctx.number} again", engine.device, way_back)
             ctx.is_again = True
             of_weights, *gradients = ctx.call.path.backward(ctx.call, grads)
+            engine.calls.note_update()
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 ctx.call = None
             found = [gradients[i] for i in ctx.learning]
