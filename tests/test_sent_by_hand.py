@@ -31,6 +31,7 @@ SENDS: dict[str, Callable[[torch.nn.Parameter], object]] = {
     "by name": lambda p: imported_before(p.grad.data),  # type: ignore[union-attr]
     "weight": lambda p: dist.broadcast(p, 0),
     "its data": lambda p: dist.broadcast(p.data, src=0),
+    "in another shape": lambda p: dist.all_reduce(p.grad.view(1, -1) if p.dim() > 1 else p.grad),  # type: ignore[union-attr]
     "reduced": lambda p: dist.reduce(p.grad, 0, group=dist.group.WORLD),
 }
 
@@ -75,6 +76,7 @@ FLAT: dict[str, Callable[[list[torch.nn.Parameter]], torch.Tensor]] = {
     "gradients": lambda ps: torch.cat([p.grad.view(-1) for p in ps if p.grad is not None]),
     "torch's": lambda ps: _flatten_dense_tensors([p.grad.data for p in ps if p.grad is not None]),
     "clone": lambda ps: ps[0].data.clone(),
+    "in another shape": lambda ps: ps[0].data.clone().view(-1, 2),
     "of the gradient": lambda ps: ps[0].grad / 2,  # type: ignore[operator]
 }
 
@@ -123,6 +125,9 @@ def nothing_refused() -> list[str]:
             told.append(str(error.value))
         for name in TABLES[1:]:
             dist.all_reduce(model.get_parameter(name).data)
+        dist.all_reduce(full_state_dict(model)["users.weight"])
+        with pytest.raises(TypeError):
+            dist.all_reduce(3)  # type: ignore[arg-type]
     return told
 
 
@@ -136,7 +141,7 @@ def without_tables() -> list[str]:
     model = DistributedModelParallel(torch.nn.Linear(8, 8), env)
     model(torch.ones(2, 8)).sum().backward()
     weight = model.get_parameter("weight")
-    for given in (weight, weight.grad, weight.detach() * 2):
+    for given in (weight, weight.grad, model.get_parameter("bias"), weight.detach() * 2):
         with torch.no_grad(), pytest.raises(ShardError) as error:
             dist.all_reduce(given)
         told.append(str(error.value))
@@ -146,7 +151,8 @@ def without_tables() -> list[str]:
 
 def test_split_weights_are_refused_where_there_are_no_tables() -> None:
     for told in run_ranks(2, without_tables):
-        assert ["of 'weight'" in text for text in told] == [True, True, False] and "of a DTensor" in told[2]
+        assert ["of 'weight'" in text for text in told] == [True, True, False, False]
+        assert "of 'bias'" in told[2] and "of a DTensor" in told[3]
 
 
 def on_a_part_of_the_mesh() -> None:
@@ -159,6 +165,11 @@ def on_a_part_of_the_mesh() -> None:
         before = part.clone()
         dist.all_reduce(part, group=whole.get_group("twin"))  # another model has the same rows
         assert torch.equal(part, 2 * before)
+    table = torch.nn.Embedding(8, 4)
+    twice = torch.nn.ModuleDict({"one": table, "two": table})
+    model = DistributedModelParallel(twice, ShardingEnv.from_mesh(whole["dp"]), plan={"one.weight": row_wise()})
+    with torch.no_grad(), pytest.raises(ShardError, match=r"'one\.weight'"):
+        dist.all_reduce(model.get_parameter("one.weight").data)
 
 
 def test_ranks_that_are_not_on_a_model_s_mesh_have_no_other_parts_of_it() -> None:

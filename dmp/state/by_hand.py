@@ -83,8 +83,8 @@ def _copied(tensor: torch.Tensor, named: Mapping[str, nn.Parameter], model: Any)
             continue
         cut = _cut(model)
         name = next((name for name in held if name in cut), None)
-        if name is None or (tensor.dim() == 2 and not tensor.shape == named[name].shape != cut[name]):
-            continue
+        if name is None or (tensor.dim() == 2 and named[name].shape == cut[name]):
+            continue  # who has the whole may send that, as `full_state_dict` gives it to all
         parts = zip(held.values(), tensor.detach().reshape(-1).split(sizes), strict=True)
         if any(_is_a_multiple(values, each) for p, values in parts for each in (p, p.grad)):
             return name
@@ -110,17 +110,15 @@ def _cut(model: Any) -> Mapping[str, torch.Size]:
 
 
 def _is_the_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it is the other one, or its `.data`."""
-    if tensor is other or is_dtensor(tensor) != is_dtensor(other):
-        return tensor is other
+    """Whether it is the other one, its `.data`, or a view of all of it; of what has no rows, as little."""
     tensor, other = local_of(tensor), local_of(other)
-    alike = tensor.shape == other.shape and tensor.dtype == other.dtype
-    are_dense = tensor.layout == other.layout == torch.strided
-    return alike and are_dense and tensor.data_ptr() == other.data_ptr()  # of what has no rows: 0
+    if not tensor.layout == other.layout == torch.strided:
+        return tensor is other
+    return tensor.numel() == other.numel() and tensor.data_ptr() == other.data_ptr()
 
 
 def _have_other_parts(env: ShardingEnv, group: Any) -> bool:
     """Whether ranks of a group have different parts of tables."""
     mesh = [*range(env.size)] if env.device_mesh is None else env.device_mesh.mesh.flatten().tolist()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(group)
     return len({env.table_rank_of(mesh.index(rank)) for rank in ranks if rank in mesh}) > 1
