@@ -278,3 +278,34 @@ def _asked(has_dense: bool) -> tuple[int, int]:
 def test_what_each_forward_asks_of_torch() -> None:
     assert run_ranks(2, _asked, True) == [(1, 0)] * 2
     assert run_ranks(2, _asked, False) == [(0, 0)] * 2, "there is nothing to see"
+
+
+class Halves(torch.autograd.Function):
+    """Whose backward is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient[:1]
+
+
+def reshaped() -> None:
+    with pytest.raises(RuntimeError, match="returned an invalid gradient") as of_torch:
+        Halves.apply(torch.ones(3, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+    assert not isinstance(of_torch.value, ShardError)
+    model = DistributedModelParallel(nn.Linear(4, 3), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    model(torch.ones(2, 4)).sum().backward()
+    for p in model.parameters():
+        p.data = torch.cat([p.data, p.data])
+    with pytest.raises(
+        ShardError, match=r"'weight' from \(3, 4\) to \(6, 4\): .*Resize the model before it is wrapped"
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_weight_of_another_shape_is_named() -> None:
+    """It ended in the name of a function of torch's, and two shapes."""
+    run_ranks(2, reshaped)

@@ -1,7 +1,8 @@
-"""Errors that leave a backward pass: noted, for other ranks may wait in it, and two of torch's put into words.
+"""Errors that leave a backward pass: noted, for other ranks may wait in it, and three of torch's put into words.
 
 One is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
-parts part again, and the plain gradient of their sum meets DTensors. The other is of torch's search for NaN.
+parts part again, and the plain gradient of their sum meets DTensors. Another is of torch's search for NaN, and
+one of a weight of another shape than it was wrapped with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from dmp.errors import ShardError
 from dmp.ranks import note_left
+from dmp.wrap import live_models as live
 
 _WORDS = {
     "got mixed torch.Tensor and DTensor": "the backward pass met plain tensors beside DTensors, as of a loss with a "
@@ -32,6 +34,17 @@ def say_what_left(own: Any, *args: Any, **options: Any) -> Any:
         if torch._C._current_graph_task_id() < 0:  # not of a pass within a pass
             note_left("the backward pass", error)
         text = next((text for theirs, text in _WORDS.items() if theirs in str(error)), None)
+        if "returned an invalid gradient" in str(error) and (found := _reshaped()):
+            text = (
+                f"{found[0]}: a weight was given data of another shape after wrapping, as by resize_token_embeddings, "
+                "and its gradient is averaged in the old one. Resize the model before it is wrapped, or "
+                "to_unsharded(model), and wrap that"
+            )
         if not isinstance(error, RuntimeError) or text is None:
             raise
         raise ShardError(text) from error
+
+
+def _reshaped() -> list[str]:
+    watches = (model._made.watch for model in live.models)
+    return [text for watch in watches if watch is not None for text in watch.reshaped()]

@@ -32,6 +32,7 @@ class _Seen(NamedTuple):
     dtype: torch.dtype
     is_trained: bool
     path: str
+    shape: torch.Size
 
 
 def _parameters_of(owner: nn.Module) -> _Held:
@@ -230,7 +231,7 @@ class Watch:
     def _found(self) -> list[_Seen]:
         others = self._others()
         found = [
-            _Seen(held, name, p, p.dtype, p.requires_grad, join_name(path, name))
+            _Seen(held, name, p, p.dtype, p.requires_grad, join_name(path, name), p.shape)
             for path, owner in self._module.named_modules()
             for held in [_parameters_of(owner)]
             for name, p in held.items()
@@ -260,7 +261,7 @@ class Watch:
             if [id(each.parameter) for each in self._found()] != [id(each.parameter) for each in self._seen]:
                 return True
             self._structure = _Structure(self._module)
-        for held, name, p, dtype, is_trained, _ in self._seen:
+        for held, name, p, dtype, is_trained, *_ in self._seen:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
         if self._seen and self._seen[0].parameter.device != self._device:  # of all, for a model moves as one
@@ -269,9 +270,14 @@ class Watch:
 
     def cast(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
         """What is trained and has another dtype than it had: name, the dtype then, and now."""
-        for held, name, p, dtype, is_trained, path in self._seen:
+        for held, name, p, dtype, is_trained, path, _ in self._seen:
             if p.dtype is not dtype and is_trained and held.get(name) is p:
                 yield path, dtype, p.dtype
+
+    def reshaped(self) -> list[str]:
+        """What was given data of another shape, in words: what adds up its gradient is of the old one."""
+        seen = (each for each in self._seen if each.parameter.shape != each.shape)
+        return [f"{each.path!r} from {tuple(each.shape)} to {tuple(each.parameter.shape)}" for each in seen]
 
     def unknown(self) -> list[tuple[str, torch.Tensor]]:
         """Those that were added since, by name."""
