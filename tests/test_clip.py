@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -115,6 +117,29 @@ def test_small_gradients_stay() -> None:
     model = DistributedModelParallel(module, ShardingEnv.single(), plan={}, sharders=[])
     assert float(clip_grad_norm_(model, 100.0)) == pytest.approx(3**0.5)
     assert torch.equal(module.weight.grad, before)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), "1", None])
+def test_what_is_no_norm_is_refused(bad: Any) -> None:
+    module = nn.Linear(2, 1)
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ShardError, match="expected max_norm to be a number of at least 0"):
+        clip_grad_norm_(module, bad)
+    clip_grad_norm_(module, 0)
+    assert module.weight.grad is not None and not module.weight.grad.any()
+
+
+def with_an_open_sum() -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    axis, module = mesh((2,), ("dp",)), nn.Linear(2, 1, bias=False)
+    module.weight = nn.Parameter(DTensor.from_local(torch.ones(1, 2), axis, [Replicate()]))
+    module.weight.grad = DTensor.from_local(torch.ones(1, 2), axis, [Partial()])
+    clip_grad_norm_(module, 1.0)
+
+
+def test_a_gradient_whose_sum_is_open_is_refused() -> None:
+    assert all("sum is still open" in str(error) for error in run_ranks(2, with_an_open_sum, expect=ShardError))
 
 
 def clipped_doubles() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -107,6 +107,9 @@ def beside_others() -> None:
     assert float(both) == pytest.approx((alone**2 + 3) ** 0.5)
     assert float(clip_grad_norm_(other.parameters(), 100.0, error_if_nonfinite=True)) == pytest.approx(3**0.5)
     assert clip_grad_norm_([], 1.0) == 0.0
+    users = model.get_parameter("users.weight")
+    of_users = clip_grad_norm_(users, 100.0)
+    assert users.grad is not None and float(get_total_norm(users.grad)) == pytest.approx(float(of_users)) != 0.0
     with pytest.raises(ShardError, match=r"p > 0 or inf; got norm_type=0"):
         clip_grad_norm_(model.parameters(), 1.0, 0.0)
     for p in model.parameters():
