@@ -18,6 +18,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
+from dmp.plans.remarks import are_cut_otherwise
 from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh, run_ranks
@@ -119,6 +120,25 @@ def test_one_that_is_cut_otherwise_later_or_on_another_mesh_is_named(how: str) -
     """Plans were compared at the wrap alone, and on equal meshes."""
     first, others = run_ranks(2, said_later, how)
     assert not others and len(first) == (how != "whole on both")
+
+
+def test_what_a_rank_has_is_compared_on_meshes_of_any_form() -> None:
+    flat, hosts, copies = (
+        ShardingEnv.abstract(shape, names)
+        for shape, names in (((4,), ("dp",)), ((2, 2), ("host", "local")), ((2, 2), ("replicate", "shard")))
+    )
+    for layout, of, is_other in (
+        (row_wise(), hosts, False),
+        (row_wise(), copies, True),
+        (table_wise(1), hosts, False),
+        (table_wise(1), copies, True),
+        (data_parallel(), copies, False),
+    ):
+        assert are_cut_otherwise((8, 4), layout, flat, layout, of) is is_other, (str(layout), of)
+    halves = row_wise([0, 1])
+    assert are_cut_otherwise((8, 4), halves, copies, row_wise(), copies) is False
+    assert are_cut_otherwise((8, 4), halves, flat, row_wise(), copies) is True  # the other copy has half, too
+    assert are_cut_otherwise((8, 4), data_parallel(), flat, row_wise(), flat) is True
 
 
 def said_of(layout: Layout, is_apart: bool, is_frozen: bool, is_copy: bool) -> list[str]:
