@@ -17,7 +17,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 import dmp
 from dmp import data_parallel, rectangles, row_wise
 from sharders.embedding import engine, pooled
-from sharders.embedding.touched_rows import Touched, are_fewer
+from sharders.embedding.touched_rows import BESIDE_BYTES, NOTHING, Touched, are_fewer, go_beside, touched_at_most
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, random_rectangles
 from tests.ranks import run_ranks
 
@@ -141,3 +141,22 @@ def test_large_tables_are_compared_with_an_all_reduce() -> None:
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     assert are_fewer(placement, [Touched(1 << 18, 15 << 18)] * 4, True, 4)
     assert not are_fewer(placement, [Touched(1 << 19, 15 << 19)] * 4, True, 4)
+
+
+def test_tables_that_are_whole_here_and_trained_count_alone() -> None:
+    tables = [SimpleNamespace(rows=100, dim=8, trains=trains) for trains in (True, False, True)]
+    features = [SimpleNamespace(table=i, index=i) for i in range(3)]
+    here: Any = SimpleNamespace(trains_local=True, tables=tables, is_local=[True, True, False], features=features)
+    few, many = (SimpleNamespace(counts=counts, key_of=[0, 1, 2]) for counts in ([30, 40, 50], [300] * 3))
+    assert touched_at_most(here, few) == Touched(30, 240) and touched_at_most(here, many) == Touched(100, 800)  # type: ignore[arg-type]
+    assert are_fewer(here, [Touched(90, 720)] * 2, False, 4) and not are_fewer(here, [Touched(91, 728)] * 2, False, 4)
+    here.trains_local = False
+    assert touched_at_most(here, few) == NOTHING and not are_fewer(here, [NOTHING] * 2, True, 4)  # type: ignore[arg-type]
+
+
+def test_what_goes_beside_other_gradients_is_counted_over_all_ranks() -> None:
+    assert go_beside(BESIDE_BYTES, True) and not go_beside(BESIDE_BYTES + 1, True) and not go_beside(1, False)
+    table = SimpleNamespace(rows=1 << 20, dim=7, trains=True)  # with their numbers half of that, on one rank
+    placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
+    half = Touched(1 << 19, 7 << 19)
+    assert are_fewer(placement, [half] * 2, True, 4) and not are_fewer(placement, [half] * 4, True, 4)
