@@ -397,3 +397,21 @@ def a_pass_for_each_loss() -> list[float]:
 
 def test_each_weight_steps_where_a_rank_has_nothing_of_it() -> None:
     assert run_ranks(2, a_pass_for_each_loss) == [[3.0] * 6] * 2
+
+
+def stepped_where_whole() -> list[str]:
+    """A scalar, which FSDP2 leaves whole, after each of several passes."""
+    models, rank = made("shard"), torch.distributed.get_rank()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for step in range(3):
+        branches(models[0], rank, step).backward()
+        ((branches(models[1], 0, step) + branches(models[1], 1, step)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = full_state_dict(models[0])
+    return [k for k, v in models[1].state_dict().items() if not torch.allclose(v, whole[k], atol=1e-6)]
+
+
+def test_what_is_whole_steps_after_each_pass() -> None:
+    assert run_ranks(2, stepped_where_whole) == [[], []]
