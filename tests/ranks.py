@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,10 +60,12 @@ _PRELOAD = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torchrec",
     "numba",
     "scipy.optimize",
+    "transformers.models.llama.modeling_llama",
     "pytest",
     *(
         ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -320,6 +323,7 @@ def _report(
 def _serve(pipe: Connection, stack_file: str) -> None:
     """Answer requests until the caller closes the pipe or ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
+    gc.get_objects = _objects  # type: ignore[assignment]
     with open(stack_file, "w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file)
@@ -354,6 +358,23 @@ def _reset() -> None:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+
+
+_LRU = type(functools.lru_cache(repr))
+_unfrozen = gc.get_objects
+_function_caches = weakref.WeakSet(x for x in _unfrozen() if type(x) is _LRU)
+"""Begun in the server, which imports this file last: a worker that looked at each object would copy all memory."""
+
+
+def _objects(generation: int | None = None) -> list[Any]:
+    """Those that are not frozen, and functions' caches, for which our code looks.
+
+    No list is made before, in which it would find itself: it would live on, and all that it holds.
+    """
+    found = _unfrozen(generation)
+    if generation is None:
+        found.extend(_function_caches)
+    return found
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharders.tensor_parallel.structure import caches
 from tests import ranks
 from tests.ranks import RankError, mesh, run_ranks
 
@@ -170,6 +171,16 @@ def test_a_call_starts_clean() -> None:
     run_ranks(1, leave_a_loop)
     first = torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
     assert run_ranks(1, find_the_loop) == [(True, torch.float32, first)]
+
+
+def is_found() -> bool:
+    objects = gc.get_objects()
+    return any(each is caches._known for each in objects) and not any(each is objects for each in objects)
+
+
+def test_functions_caches_are_found_in_what_was_imported_before() -> None:
+    """As `forgetful` must: collections do not look there."""
+    assert run_ranks(1, is_found) == [True]
 
 
 def test_close_pools_leaves_no_process() -> None:
