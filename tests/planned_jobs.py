@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -74,7 +75,7 @@ def planned(module: nn.Module, tables: Sequence[Table], env: ShardingEnv, seed: 
             topology if attempt < 20 else None,
             constraints,
             batch_size=rng.choice((4, 2048)),
-            time_budget_s=1e6,  # each rank plans for itself: where one was cut short, they would disagree
+            time_budget_s=1e6,  # as much on a slow machine
         )
         try:
             return planner.plan(module, default_sharders(), env)
@@ -97,10 +98,17 @@ class Beside:
         """Under another plan for another seed."""
         module = module_of(self.tables, self.seed)
         attach(module, self.kind)
-        plan = planned(module, self.tables, self.env, seed)
+        plan = self.one_plan(module, seed)
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         shards = {name: tuple(plan[name].layout.shards(shape, self.env)) for name, shape in shapes.items()}
         return DistributedModelParallel(module, self.env, plan=plan), shards
+
+    def one_plan(self, module: nn.Module, seed: int) -> ShardingPlan:
+        """Rank 0's, sent as text: each rank would take as long to come to the same."""
+        text = [planned(module, self.tables, self.env, seed).to_json() if self.env.rank == 0 else None]
+        dist.broadcast_object_list(text, 0)
+        assert text[0] is not None
+        return ShardingPlan.from_json(text[0])
 
     def step(self) -> list[str]:
         """One step of both; what differs."""
