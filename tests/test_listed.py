@@ -47,6 +47,13 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """600,000 nodes, which every collection in the tests that follow would look at."""
+    yield
+    nodes_of.cache_clear()
+
+
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))

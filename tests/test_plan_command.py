@@ -265,7 +265,7 @@ def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("strangers_models:make --observe seen.json --observe-batches 5", 2, "nothing is read; it is of a loader"),
         ("strangers_models:make --observe strangers_models:loader --observe-batches 0", 2, "at least 1; got 0"),
         ("strangers_models:make --cost-model strangers_models:gives_nothing", 2, "gives_nothing gives None"),
-        ("strangers_models:make --cost-model strangers_models:make", 2, "lacks phases, spans, costs, setups"),
+        ("strangers_models:make --cost-model strangers_models:gives_a_number", 2, "lacks phases, spans, costs, setups"),
     ],
 )
 def test_mistakes(arguments: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
