@@ -10,6 +10,9 @@ from sharders.embedding.lookup.reads import Segmented
 from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
 
 HALVES = [(of, s) for of in (torch.bfloat16, torch.float16) for s in SPECS]
+ALL = tuple(spec.kind for spec in SPECS)
+# Kernels that other quick tests use as well: each further one takes numba two seconds.
+QUICK_EPS = {("torch", "rowwise_adagrad"), ("numba", "adam")}
 
 
 @pytest.mark.parametrize(("dtype", "spec"), HALVES, ids=lambda p: getattr(p, "kind", None))
@@ -36,9 +39,16 @@ def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
         assert (by_numba - exact).abs().max() <= (by_torch - exact).abs().max() + 4 * fine
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.kind != "sgd"], ids=lambda s: s.kind)
-@pytest.mark.parametrize("kernel", ["torch", "numba"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [
+        pytest.param(kernel, spec, marks=[] if (kernel, spec.kind) in QUICK_EPS else [pytest.mark.slow])
+        for kernel in ("torch", "numba")
+        for spec in SPECS
+        if spec.kind != "sgd"
+    ],
+    ids=lambda p: getattr(p, "kind", None),
+)
 def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec) -> None:
     """A gradient that is 0, or whose square is, divides nothing by 0: it is computed in float32."""
     bank, lookup = make(SHARED, torch.float16, OptimizerSpec.make(spec.kind, lr=0.01), kernel)
@@ -50,12 +60,22 @@ def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec) -> None:
     assert bank.weights.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["torch", "numba"])
-@pytest.mark.sampled(2)
-def test_gradients_and_state_are_those_of_float32_tables(kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "kinds"),
+    [
+        ("torch", torch.bfloat16, ALL),
+        ("numba", torch.bfloat16, ("sgd", "rowwise_adagrad")),
+        pytest.param("torch", torch.float16, ALL, marks=pytest.mark.slow),
+        pytest.param("numba", torch.bfloat16, ALL, marks=pytest.mark.slow),
+        pytest.param("numba", torch.float16, ALL, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_and_state_are_those_of_float32_tables(
+    kernel: str, dtype: torch.dtype, kinds: tuple[str, ...]
+) -> None:
     """As FBGEMM's: neither is rounded to 16 bits, whichever way gradients come, where weights move only by rounding."""
-    for spec in SPECS:
+    for spec in (spec for spec in SPECS if spec.kind in kinds):
         found = []
         for of in (dtype, torch.float32):
             bank, lookup = make(MIXED, of, spec, kernel)
