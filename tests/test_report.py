@@ -124,12 +124,12 @@ def test_time_budget_only_cuts_it_short() -> None:
 def test_more_effort_finds_a_better_plan() -> None:
     module, sharder = workload("nv_small")
     found = []
-    for effort in (0.1, 1.0, 3.0):
+    for effort in (0.1, 1.0):
         planner = ShardingPlanner(batch_size=2048, time_budget_s=100.0, effort=effort)
         planner.plan(module, [sharder], one_axis(64))
         assert not report_of(planner).is_cut_short
         found.append(report_of(planner).step_seconds)
-    assert found[0] > found[1] >= found[2]
+    assert found[0] > found[1]
 
 
 class Terminal(io.StringIO):
