@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from dmp import (
+    DistributedModelParallel,
+    ShardingEnv,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.equality import attach
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
@@ -233,3 +241,28 @@ def takes_a_plain_models(axes: tuple[str, ...]) -> None:
 def test_the_module_itself_takes_a_plain_models(axes: tuple[str, ...]) -> None:
     """It ended in DTensor's words where weights are split."""
     run_ranks(2, takes_a_plain_models, axes)
+
+
+def test_state_by_row_keeps_its_shape(tmp_path: Path) -> None:
+    """Adafactor's means over rows are (rows, 1): as (rows,) the first step after a load could not use them."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = DistributedModelParallel(nn.Linear(6, 4), ShardingEnv.single())
+        return model, torch.optim.Adafactor(model.parameters(), 0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(12.0).view(2, 6)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    again, other = made()
+    load_checkpoint(tmp_path / "saved", again, other)
+    step(model, optimizer)
+    step(again, other)
+    assert torch.equal(again.module.weight, model.module.weight)  # type: ignore[arg-type, union-attr]
+    state = full_optimizer_state_dict(model, optimizer)["state"]["weight"]
+    assert state["row_var"].shape == (4, 1) and state["col_var"].shape == (1, 6)

@@ -31,6 +31,7 @@ from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.given_optimizers import layers_of
 from dmp.wrap.keyed import parts
+from dmp.wrap.optimizer_trial import BY_BLOCK
 from dmp.wrap.whole import gather
 
 
@@ -83,8 +84,11 @@ class OwnedState:
             CheckpointError: state of a sharded parameter that is neither a scalar nor shaped as the parameter.
         """
         if value.dim() == 0 or self.chunked is None:
-            if value.dim() == 2 and tuple(value.shape) == (self.shape[0], 1) != self.shape:
-                value = value.view(-1)  # one value per row: (rows,) everywhere, as torch.optim would
+            is_by_row = type(self.optimizer).__name__ in BY_BLOCK
+            if is_by_row and tuple(value.shape) == (*self.shape[:1], 1) != self.shape:
+                value = value.view(
+                    -1
+                )  # TorchRec's row-wise sum is (rows,) everywhere; others' state is as they made it
             return as_chunks(value)
         if value.shape != self.parameter.shape:
             raise CheckpointError(
