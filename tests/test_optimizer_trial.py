@@ -129,6 +129,14 @@ class Seldom(Lion):
         return super().direction(p) * float(p.norm() < 1e6)
 
 
+class LowRank(Lion):
+    """Keeps more of the directions of a gradient than a small one has, as GaLore."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        kept = torch.linalg.svd(super().direction(p), full_matrices=False)[0][:, :8]
+        return kept @ (kept.mT @ super().direction(p))
+
+
 class Wanting(Lamb):
     """Does not keep what it was made with."""
 
@@ -258,6 +266,7 @@ def test_what_steps_in_float32_alone_is_tried_in_it() -> None:
     ("kind", "cuts", "why"),
     [
         (Seldom, {ROWS, COLUMNS, BOTH}, "one number of a whole parameter's .*norm"),
+        (LowRank, {ROWS, COLUMNS, BOTH}, "matrix apart .*svd"),
         (wanting, {ROWS, COLUMNS, BOTH}, "one number"),
         (around, {ROWS, COLUMNS, BOTH}, "one number"),
         (sharp, {ROWS, COLUMNS, BOTH, NOTHING}, "one number"),

@@ -5,7 +5,8 @@ mean over rows takes another number then, and nothing tells. So another instance
 makes a few steps on a small parameter, and one more on a part of it, cut as the tables are; where the steps differ, the
 optimizer is wrong on chunks. Some look at such numbers only now and then (a projection where two directions are
 alike, a norm that has outgrown another), which a few steps need not meet: one that makes a single number of a whole
-parameter's is wrong on parts of it, too, whatever it has done with it here.
+parameter's is wrong on parts of it, too, whatever it has done with it here. So is one that takes a parameter's matrix
+apart (GaLore by its singular vectors): a small matrix has no more directions than are kept of a large one's.
 
 A DTensor knows that it is split, and most optimizers are right on it, or torch says that they are not, in the middle of
 a step. Some take what a rank has of a sum for the sum (`.item()` after it), and say nothing: steps are tried on small
@@ -57,6 +58,7 @@ _SCALES = (1.0, 2.0, 0.5, 2.0, 1.0, 2.0, 1e3, 1e-3)
 optimizers (RAdam) make no step before the sixth."""
 _LEAST = 3  # steps that change something
 _TOLERANCE, _EXACT = 1e-3, 1e-6  # of a step: state may be kept in fewer bits, but not of a parameter that is whole
+_OF_VECTORS = ("aten::linalg_vector_norm", "aten::linalg_cross")  # each row's, it may be
 _PLAIN = (bool, int, float, str, tuple, torch.Tensor)  # of options
 Params = list[torch.nn.Parameter]
 Steps = list[list[torch.Tensor]]
@@ -96,12 +98,14 @@ def wrong_cut(
     cuts = sorted(cuts)
     with _trying():
         trial = _Trial(optimizer, group, (_SHAPE, *_OTHERS), device)
-        taken, numbers = trial.numbers([_whole, _whole, _whole])
-        parts = [cut for cut in cuts if cut in _PARTS]
+        seen = trial.looked([_whole, _whole, _whole])
+        taken, parts = ", ".join(seen.found), [cut for cut in cuts if cut in _PARTS]
         if taken and parts:
             return parts[0], f"it takes one number of a whole parameter's ({taken})"
+        if seen.taken_apart and parts:
+            return parts[0], f"it takes a parameter's matrix apart ({', '.join(seen.taken_apart)})"
         trial.check_repeats()
-        if taken and cuts and not trial.numbers([None, _whole, _whole])[1] <= numbers:
+        if taken and cuts and not set(trial.looked([None, _whole, _whole]).values) <= set(seen.values):
             return cuts[0], f"it takes one number of several parameters ({taken})"
         for cut in cuts:
             tolerance = _TOLERANCE if cut in _PARTS else _EXACT
@@ -215,14 +219,15 @@ class _Trial:
         is_same = _same(wanted, found, [steps for steps, _ in kept], tolerance)
         return "" if is_same else "it made other steps than on the whole"
 
-    def numbers(self, forms: Sequence[Form | None]) -> tuple[str, set[float]]:
-        """Which operations make a number of many, and all numbers there are; none of what shows nothing of itself."""
+    def looked(self, forms: Sequence[Form | None]) -> _Seen:
+        """What it looks at in its steps; nothing of one that shows nothing of itself."""
+        seen = _Seen()
         try:
-            with _Numbers() as seen:
+            with seen:
                 self._steps(forms)
         except Exception:
-            return "", set()
-        return ", ".join(seen.found), set(seen.values)
+            return _Seen()
+        return seen
 
     def _steps(self, forms: Sequence[Form | None], seed: int = 1) -> Steps:
         """What each step adds to this rank's part of each."""
@@ -253,22 +258,26 @@ class _Trial:
         return added
 
 
-class _Numbers(TorchDispatchMode):
-    """Which operations make a number of many, and all numbers."""
+class _Seen(TorchDispatchMode):
+    """Which operations make a number of many, all numbers, and which operations take a matrix apart."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, None] = {}
         self.values: list[float] = []
+        self.taken_apart: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given, made = ([t for t in tree_leaves(of) if isinstance(t, torch.Tensor)] for of in ((args, kwargs), out))
         one = [t for t in made if t.numel() == 1 and t.is_floating_point()]
         self.values += [value for t in one if not isnan(value := t.item())]
+        name = func._schema.name
+        if "linalg_" in name and name not in _OF_VECTORS:
+            self.taken_apart.setdefault(name)
         is_look = any(returned.alias_info for returned in func._schema.returns)  # at one element
         if one and not is_look and any(t.numel() > 1 for t in given):
-            self.found.setdefault(func._schema.name)
+            self.found.setdefault(name)
         return out
 
 
