@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.chunked import ChunkState
@@ -70,6 +71,9 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         _check_known(optimizer)
         if chunks_in(optimizer):
             _mark_state(optimizer)
+    if optimizer.state and not optimizer.__dict__.get("_dmp_state_is_seen"):  # it has made a step
+        optimizer.__dict__["_dmp_state_is_seen"] = True
+        _say_of_state(optimizer)
     if getattr(optimizer, "works_on_chunks", False):
         return
     refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
@@ -82,6 +86,20 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         if optimizer.__dict__.get("_dmp_wrong") is not None:
             raise _refusal(optimizer, *optimizer.__dict__["_dmp_wrong"])
     optimizer.__dict__["_dmp_looked_at"] = looked_at
+
+
+def _say_of_state(optimizer: Optimizer) -> None:
+    """Which state cannot be cut as its table is, soon: it trains well, and the first save would raise, hours later."""
+    for at, i, shape in chunks_in(optimizer):
+        p = optimizer.param_groups[at]["params"][i]
+        for key, value in () if is_dtensor(p) else optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
+                say_once(
+                    f"{type(optimizer).__name__} keeps state {key!r} of shape {tuple(value.shape)} for parameter {i} "
+                    f"of group {at}, of which this rank holds a chunk of shape {shape}: what is neither one number nor "
+                    "of that shape cannot be cut as the table is, and save_checkpoint, full_optimizer_state_dict and "
+                    "reshard will say so. Leave the table whole (data_parallel()), or use another optimizer for it"
+                )
 
 
 def _check_known(optimizer: Optimizer) -> None:
