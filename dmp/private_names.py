@@ -26,6 +26,7 @@ Tensors
 - `_post_accumulate_grad_hooks`: a parameter takes the hooks of one whose place it takes
 - `_C`, `_to_copy`, `_c10d_functional`, `_schema`: operators, and what they write
 - `_C`, `_functorch`: whether a tensor is one of torch.func's, which has no memory
+- `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`: what adds up a gradient, inside of torch.func too
 - `_calculate_fan_in_and_fan_out`: fans of a table are the whole's
 - `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes, what an
   optimizer takes numbers of

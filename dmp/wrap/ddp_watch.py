@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from dmp.errors import ShardError
 from dmp.names import join_name
@@ -204,10 +205,14 @@ _Together.forward.__signature__ = inspect.signature(_Together.forward)  # type: 
 
 
 def _accumulators(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """What adds up the gradient of each, and has DDP's hook: a cast makes another, and a cast back one more."""
+    """What adds up the gradient of each, and has DDP's hook: a cast makes another, and a cast back one more.
+
+    Inside of `torch.func.jvp`, as in one of the levels of torch.func, none would be seen, and all be taken for lost.
+    """
     if not parameters:
         return ()
-    together = _Together.apply(*parameters)  # type: ignore[no-untyped-call]
+    with temporarily_clear_interpreter_stack():
+        together = _Together.apply(*parameters)  # type: ignore[no-untyped-call]
     return () if together.grad_fn is None else together.grad_fn.next_functions  # which is known while the result is
 
 

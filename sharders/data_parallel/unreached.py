@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -95,6 +96,11 @@ class AnyReachDDP(OwnRowsDDP):
                     tensor.register_hook(self._begin)
         return output
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What DDP exchanges first: plain memory, inside of torch.func's `jvp`, `vmap` and their like, too."""
+        with temporarily_clear_interpreter_stack():
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         """Buffers, see buffers.py."""
         assert self._buffer_sync is not None
@@ -131,7 +137,8 @@ class AnyReachDDP(OwnRowsDDP):
             if any(map(executes, self._nodes)):
                 return True
             others = [p for p in self.module.parameters() if p.requires_grad]  # tables alone, on this rank
-            return any(executes(get_gradient_edge(p).node) for p in others)
+            with temporarily_clear_interpreter_stack():
+                return any(executes(get_gradient_edge(p).node) for p in others)
         except RuntimeError:  # which torch raises of a parameter that `torch.autograd.grad` is asked for
             return False
 

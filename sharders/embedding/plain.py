@@ -24,6 +24,8 @@ from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 _FIXED = frozenset(("max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode"))
 """Attributes of torch's that its forward reads, and a lookup here was made by, or goes without."""
 
+_NOT_SENT = "ranks cannot send each other such values. Call the model with a whole batch, outside of it"
+
 
 class _ShardedPlain(TableModule):
     """What the two share. Subclasses are of torch's class, and name it and the arguments that make one like another.
@@ -129,6 +131,9 @@ class ShardedEmbeddingBag(_ShardedPlain, nn.EmbeddingBag):
         """Those of (B, n) ids, or of (N,) ids with offsets."""
         ids, weights = input, per_sample_weights
         _check_type(ids)
+        ids, offsets = _values(ids), _values(offsets)
+        if weights is not None and torch._C._functorch.is_functorch_wrapped_tensor(weights):
+            raise ShardError(f"per_sample_weights are a tensor of torch.func's: {_NOT_SENT}")
         if weights is not None and self.mode != "sum":
             raise Fault(Kind.WEIGHTS_UNEXPECTED)
         if weights is not None and weights.numel() != ids.numel():
@@ -185,6 +190,7 @@ class ShardedEmbedding(_ShardedPlain, nn.Embedding):
     def ids_of(self, input: torch.Tensor) -> Ids:
         """All of them; of a jagged tensor of torch's those that it holds."""
         _check_type(input)
+        input = _values(input)
         ids = input.values() if _is_jagged(input) else input
         count = torch.tensor([[ids.numel()]], dtype=torch.int64, device=ids.device)
         return Ids(ids.reshape(-1), count, (0,), source=input)
@@ -260,6 +266,19 @@ def _check_type(ids: Any) -> None:
         raise Fault(Kind.INPUT_TYPE)
     if ids.dtype not in INTEGERS:
         raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
+
+
+def _values(ids: Any) -> Any:
+    """Ids as they are below the levels of torch.func, where what was computed of them in `jvp` or `grad` has no memory.
+
+    Raises:
+        ShardError: `vmap` goes over them.
+    """
+    while isinstance(ids, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(ids):
+        if torch._C._functorch.is_batchedtensor(ids):
+            raise ShardError(f"ids are what torch.func.vmap goes over: {_NOT_SENT}")
+        ids = torch._C._functorch.get_unwrapped(ids)
+    return ids
 
 
 def _init_fn(module: Any) -> Any:

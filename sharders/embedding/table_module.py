@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from dmp import Calls, ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv, ranks
 from sharders.channel import over_group
@@ -217,8 +218,9 @@ class TableModule(Watched, TorchRecForm):
 
     @_disable_dynamo  # what is compiled in its stead would not keep memory that kernels read by its address
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """As the unsharded module's."""
-        return self.finish(self.begin(*inputs, **keywords))
+        """As the unsharded module's; what ranks exchange is plain memory, inside of torch.func's `jvp`, too."""
+        with temporarily_clear_interpreter_stack():
+            return self.finish(self.begin(*inputs, **keywords))
 
     @property
     def module_path(self) -> str:
