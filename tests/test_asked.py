@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
+from dmp.ranks import say_once
 from tests.ranks import mesh, run_ranks
 from tests.test_unreached import Net, batch, branches, differences, made
 
@@ -191,3 +193,54 @@ def test_torchs_search_for_nan_in_dtensors_is_explained() -> None:
     """Of an operator without a sharding strategy; a recommender library begins the search when it is imported."""
     for error in run_ranks(2, looked_through_for_nan, expect=ShardError):
         assert "torch.autograd.set_detect_anomaly(True)" in str(error)
+
+
+class Again(torch.autograd.Function):
+    """Runs a module without a graph, and once more in its backward, as adjoints of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.module(x := x.detach().requires_grad_())
+            return None, *torch.autograd.grad(y, [x, *weights], grads)
+
+
+class Adjoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.field = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Again.apply(self.field, self.first(x), *self.field.parameters())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_a_function(axis: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    plain = Adjoint()
+    model = DistributedModelParallel(copy.deepcopy(plain), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    x = torch.randn(4, 4)
+    say_once.cache_clear()
+    logging.getLogger("dmp").addHandler(handler)
+    try:
+        model(x[2 * model.env.rank :][:2]).square().mean().backward()
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+    plain(x).square().mean().backward()
+    return said + list(differences(model, plain))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_what_a_function_asks_for_in_its_own_backward_is_averaged(axis: str) -> None:
+    """It was refused where weights are split, and of copies said to be averaged by nobody."""
+    assert run_ranks(2, in_a_function, axis) == [[], []]

@@ -4,6 +4,8 @@ A forward computes with the whole of what FSDP2 has split, which is another tens
 for the gradient of the latter, autograd finds nothing on its way, and `backward` says nothing: no gradient came. So
 whoever asks `backward` for such a weight asks for both; FSDP2 then does the rest. `torch.autograd.grad` returns what it
 has found before anything is averaged: an error for what is split, and for copies each rank's own, which is said once.
+What a function asks for in its own backward, of weights that it was given (an adjoint of a differential equation), it
+returns to the pass that it is in, which averages it.
 
 [Note: asking] From the first model on every pass comes by here; those that ask for nothing go straight on.
 """
@@ -70,8 +72,11 @@ def _asking(
     both = (*asked, *(whole for _, whole in names.values()))
     if options.get("accumulate_grad"):
         return own(outputs, gradients, keeps, creates, both, *rest, **options)
+    is_inner = torch._C._current_graph_task_id() >= 0
+    if is_inner:
+        names = {id(each): names[id(each)] for each in asked if id(each) in names}
     if not names:
-        if not creates:
+        if not creates and not is_inner:
             _say_of_copies(asked)
         return own(outputs, gradients, keeps, creates, asked, *rest, **options)
     found = own(outputs, gradients, keeps, creates, both, True, **options)
