@@ -210,6 +210,10 @@ class ChunkedTensor(ShardedForm, torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if (name := func._schema.name.removeprefix("aten::")).startswith("_foreach_"):  # as averages of weights do
+            own = getattr(aten, name.removeprefix("_foreach_"))
+            each = [own(*(a[i] if isinstance(a, list) else a for a in args), **kwargs) for i in range(len(args[0]))]
+            return None if func._schema.is_mutable else each
         self = args[0]
         if func in _PER_CHUNK:
             return self.mapped(lambda c: func(c, *args[1:], **kwargs))

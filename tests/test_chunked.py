@@ -92,6 +92,20 @@ def test_operations_of_a_state_dict() -> None:
         t.sum()
 
 
+def test_operations_of_lists() -> None:
+    """As averages of weights make them of state dicts, of chunks and plain tensors in one list."""
+    mean, now = ([cut((0, 0, 3, 8), whole=WHOLE * f), WHOLE[0] * f] for f in (1.0, 3.0))
+    torch._foreach_lerp_(mean, now, weight=0.5)
+    torch._foreach_add_(mean, now, alpha=2.0)
+    torch._foreach_mul_(mean, [0.5, 0.25])
+    torch._foreach_copy_(now, mean)
+    for each in (mean, now):
+        assert torch.equal(each[0].chunks[0], WHOLE[:3] * 4) and torch.equal(each[1], WHOLE[0] * 2)  # type: ignore[attr-defined]
+    assert torch.equal(torch._foreach_neg(mean)[0].chunks[0], WHOLE[:3] * -4)  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="does not work on a ChunkedTensor"):
+        torch._foreach_norm(mean)
+
+
 def test_pieces_are_not_pickled_and_can_be_copied() -> None:
     t = cut((0, 0, 3, 8), (3, 4, 3, 4))
     writers = (pickle.dumps, lambda t: torch.save({"t": t}, io.BytesIO()), lambda t: t.numpy(), lambda t: t.tolist())
