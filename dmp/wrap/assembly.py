@@ -119,10 +119,18 @@ class Assembly:
         """
         names: set[str] = set()
         for each in self.owned:
-            if (module := self._in_place(each)) is not None:
+            for path, module in self._inside(each):
                 for relative, _ in all_tensors(module, remove_duplicate=True):
-                    names.update(join_name(alias, relative) for alias in each.aliases)
+                    names.update(join_name(alias, join_name(path, relative)) for alias in each.aliases)
         return frozenset(names)
+
+    def _inside(self, owned: Owned) -> list[tuple[str, nn.Module]]:
+        """A sharder's module, and its path in what was put around it, whose own weights are no sharder's."""
+        module = self._in_place(owned)
+        if module is None:
+            return []
+        found = ((path, each) for path, each in module.named_modules() if isinstance(each, owned.kind))
+        return [next(found, ("", module))]
 
     def _in_place(self, owned: Owned) -> nn.Module | None:
         """What stands in a sharded module's place: it, or what was put around it. One rank may have others."""
@@ -142,10 +150,11 @@ class Assembly:
     def unnamed(self) -> frozenset[str]:
         """Names (under every alias) of parameters in sharders' modules that no sharder named: data-parallel ones."""
         names: set[str] = set()
-        for each, module in zip(self.owned, self.sharded, strict=True):
-            for relative, _ in module.named_parameters(remove_duplicate=False):
-                if relative not in each.infos:
-                    names.update(join_name(alias, relative) for alias in each.aliases)
+        for each in self.owned:
+            for path, module in self._inside(each):
+                for relative, _ in module.named_parameters(remove_duplicate=False):
+                    if relative not in each.infos:
+                        names.update(join_name(alias, join_name(path, relative)) for alias in each.aliases)
         return frozenset(names)
 
 
