@@ -33,6 +33,8 @@ For the whole process, once
   those of what is in their places; who asks for those of what FSDP2 has split gets them, or is told; a term of the
   loss that is wrong on a part of a table is told when the pass is done, and what scales one that is right is averaged
   over the ranks
+- torch's list of the classes of split modules has more of them (sharders/data_parallel/classes.py), for those kinds of
+  modules that cannot change to the class that torch would make
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
   table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

@@ -65,6 +65,11 @@ FSDP2 and DDP
 - `_local_tensor`, `_sharded_local_tensor`, `_unsharded_inner_tensors`, `_orig_size`, `_contiguous_orig_stride`: what a
   model writes into gathered weights, put into this rank's chunks
 - `_param_fqn`: which weight a model casts while it runs
+- `torch.distributed.fsdp._fully_shard._fully_shard._unimplemented_deepcopy`,
+  `torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls`,
+  `torch.distributed._composable.replicate_with_fsdp.ReplicateModule`,
+  `torch.distributed._composable.replicate_with_fsdp.cls_to_replicate_cls`, `_orig_cls_mro_index`: the class that a
+  module gets which is split, where it cannot change to the one that torch makes
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split
 - `_module_parameters`, `_build_params_for_reducer`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -264,3 +266,51 @@ def given_data() -> None:
 def test_data_put_in_the_place_of_a_split_weight_is_told() -> None:
     """Torch makes nothing of it, in silence: weights averaged over steps, put in place so to be tried, were not."""
     run_ranks(2, given_data)
+
+
+T = TypeVar("T")
+
+
+class Base(ABC, nn.Module):
+    @abstractmethod
+    def forward(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class Body(Generic[T], nn.Sequential):
+    """A unit, whose first base is another than the root's."""
+
+
+class Policy(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(Body[int](nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(ids % 6, 6).to(self.head.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).log_softmax(-1)
+
+
+def other_bases_train(names: tuple[str, ...], mixed: bool) -> None:
+    env = env_of((2,), names)
+    wrapper = FSDPWrapper(mixed_precision=torch.float32) if mixed else FSDPWrapper()
+    model, plain = DistributedModelParallel(Policy(), env, data_parallel_wrapper=wrapper), Policy()
+    assert isinstance(model.module, Policy) and all(isinstance(m, Body) for m in model.module.layers)
+    ids = torch.arange(12).view(4, 3)
+    for each, mine in ((model, ids[2 * env.rank : 2 * env.rank + 2]), (plain, ids)):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (each(mine)[..., 0].mean() + each(mine)[..., 3].square().mean()).backward()
+            optimizer.step()
+    torch.testing.assert_close(full_state_dict(model), plain.state_dict())
+    assert type(copy.deepcopy(model).module.head) is type(model.module.head)
+
+
+@pytest.mark.parametrize(("names", "mixed"), [(("shard",), False), (("dp",), True)])
+def test_classes_that_do_not_begin_with_torchs(names: tuple[str, ...], mixed: bool) -> None:
+    """Python would not change a module of such a class to the one that torch makes."""
+    run_ranks(2, other_bases_train, names, mixed)

@@ -36,6 +36,7 @@ from sharders.data_parallel.blocks import (
     say_of_unsure,
 )
 from sharders.data_parallel.cast_inside import refuse_casts
+from sharders.data_parallel.classes import begin_alike
 from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp_units import name_of, units_of
@@ -183,6 +184,7 @@ class FSDPWrapper:
             m.register_forward_hook(_own_outputs)  # before torch's hook on outputs, so it runs before it
             if policy is not None:
                 options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
+            begin_alike(m, is_split=bool(env.fully_sharded_axes))
             apply(m, **options)
             if self.reshard_after_forward is None and (m is module or not env.fully_sharded_axes):
                 m.register_forward_hook(_put_back)
