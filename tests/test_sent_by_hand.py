@@ -202,3 +202,33 @@ def test_what_all_ranks_have_whole_may_be_averaged_once_more() -> None:
 
 def test_parts_may_be_averaged_among_those_that_have_the_same() -> None:
     assert max(run_ranks(4, averaged, "replicatexdp", "cut", "replicate")) < 1e-6
+
+
+class Counting(Net):
+    """Adds up over the ranks what its forward has seen, as a codebook that is a running mean does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(300))
+        self.register_buffer("sums", torch.zeros(4, 8))
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for sent, kept in ((torch.ones(300), self.seen), (torch.ones(4, 8), self.sums)):
+                dist.all_reduce(sent)
+                kept += sent
+        result: torch.Tensor = super().forward(*args)
+        return result
+
+
+def counts() -> float:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    model = DistributedModelParallel(Counting(), env, plan=dict.fromkeys(TABLES, row_wise()))
+    loss_of(model, batch(env.rank)).backward()
+    loss_of(model, batch(env.rank)).backward()  # where parts have gradients, too
+    return float(model.module.seen.mean() + model.module.sums.mean())
+
+
+def test_a_forward_may_send_what_it_has_counted() -> None:
+    """No part is given to a model's own code: looking for one was told of as if the model had read it."""
+    assert run_ranks(2, counts) == [8.0, 8.0]

@@ -60,8 +60,8 @@ def _may_be_of_a_model(tensor: torch.Tensor) -> bool:
 def _part_of(tensor: torch.Tensor) -> tuple[str, ShardingEnv | None]:
     """The name of what a tensor is the rank's part of, or the gradient of its part, and where that is cut, if it is."""
     for model in live.models:
-        if not (model.sharded_modules or is_dtensor(tensor)):
-            continue  # all ranks have all of it
+        if not (model.sharded_modules or is_dtensor(tensor)) or model._calls.is_forward:
+            continue  # all ranks have all of it, or its own code sends, to which no part is given
         named = dict(model.named_parameters())
         for name, parameter in named.items():
             if any(each is not None and _is_the_same(tensor, each) for each in (parameter, parameter.grad)):
