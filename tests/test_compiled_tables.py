@@ -11,6 +11,8 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 
 import dmp
+from dmp.ranks import around_backward
+from sharders.embedding.loss_terms import _look_at_terms
 from tests.oracle import LR, attach
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -56,3 +58,22 @@ def test_the_numbers_stay(kernel: str, backward_too: bool) -> None:
             optimizer.zero_grad()
     for name, value in dmp.full_state_dict(model).items():
         torch.testing.assert_close(value, whole.state_dict()[name])
+
+
+def test_hooks_in_a_compiled_step_are_not_traced() -> None:
+    """Those on the gradients of tables that are cut keep marks on them: a whole step ended in fake tensors."""
+    around_backward(_look_at_terms)
+    weight, are_traced = nn.Parameter(torch.ones(3)), []
+
+    def look(gradient: torch.Tensor) -> None:
+        are_traced.append(torch.compiler.is_compiling())
+
+    weight.register_hook(look)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).sum()
+        loss.backward()
+        return loss
+
+    assert torch.compile(step, backend="eager")(torch.ones(3)) == 3
+    assert are_traced == [False]

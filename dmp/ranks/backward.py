@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from dmp.put_around import put_around
 
@@ -36,6 +37,7 @@ def _stand_in() -> None:
     put_around(torch.autograd, "_engine_run_backward", _run)
 
 
+@_disable_dynamo  # who compiles a whole step would have it trace what is done here, and hooks on gradients
 def _run(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
     for around in (*_inner, *_outer):
         own = partial(around, own)
