@@ -70,6 +70,7 @@ FSDP2 and DDP
   `torch.distributed._composable.replicate_with_fsdp.ReplicateModule`,
   `torch.distributed._composable.replicate_with_fsdp.cls_to_replicate_cls`, `_orig_cls_mro_index`: the class that a
   module gets which is split, where it cannot change to the one that torch makes
+- `_op_dispatcher`, `_custom_op_handlers`, `_local_scalar_dense`: a number that is made of a DTensor
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split
 - `_module_parameters`, `_build_params_for_reducer`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's

@@ -2,7 +2,8 @@
 
 Models read their own parameters there (positions, class tokens, projections), find pieces, and torch refuses the piece
 beside a plain tensor. Without gradients such an operation is given the whole of the piece, which all ranks gather as
-they run the method. With gradients these would be of this rank's samples alone: that is an error that says what to do.
+they run the method, and so is what makes a number of Python's. With gradients these would be of this rank's samples
+alone: that is an error that says what to do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch.utils._pytree import tree_map
 from dmp import ShardError, is_dtensor
 from sharders.data_parallel.fsdp_units import is_idle
 from sharders.data_parallel.past_hooks import MIXED, PAST
+
+_VALUES = frozenset(("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__", "__index__"))
+"""What makes values of Python's, see `numbers`."""
 
 _REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
 """What torch says of a piece beside a plain tensor, and of a view of a piece in inference mode."""
@@ -62,6 +66,8 @@ class _Whole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _VALUES:
+            args = tree_map(self._whole, args)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

@@ -1,0 +1,38 @@
+"""A number of Python's that a program takes of what is split: `p.grad.norm().item()`, `float(p.sum())`, `bool(...)`.
+
+torch gives each rank its own share of the sum, in silence, and of one value that lies on one rank fails on the others
+alone. The share is said once, as of parts of tables: who only logs may go on. The other is an error on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from dmp import ShardError, ranks
+
+_WHOLE = "t.full_tensor().item(), on all ranks, is the whole's"
+
+
+@cache
+def say_of_shares() -> None:
+    """From now on."""
+    from torch.distributed.tensor import DTensor
+
+    # Private, but nothing else is between a DTensor and its number, and torch asks no strategy of this operation.
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+
+
+def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
+    of = args[0]
+    split = [p for p, n in zip(of.placements, of.device_mesh.shape, strict=True) if n > 1 and not p.is_replicate()]
+    if any(not p.is_partial() for p in split):
+        raise ShardError(f"item() of a split weight with one value, which is on one rank alone: {_WHOLE}")
+    if split:
+        ranks.say_once(
+            "item(), float() or bool() of a number that was made of split weights or gradients gives this rank's "
+            f"share of it: {_WHOLE}; torch.nn.utils.get_total_norm(model.parameters()) is the whole model's norm"
+        )
+    return of._local_tensor.item()

@@ -1,0 +1,59 @@
+"""Numbers of Python's that a program takes of split weights: the whole's, said to be shares, or errors everywhere."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv
+from dmp.ranks import say_once
+from tests.ranks import mesh, run_ranks
+
+
+class Ranged(nn.Module):
+    """Scales by a number, as models of knowledge graphs do by the range in which they were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.range = nn.Parameter(torch.tensor([2.5]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.range.item()
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x / float(self.range) if self.range.is_nonzero() else x
+
+
+def numbers() -> tuple[list[float], str, list[str]]:
+    model = DistributedModelParallel(Ranged(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    found = [model(torch.ones(1, 4)).detach().sum().item(), model.module.scaled(torch.ones(1)).item()]
+    with torch.no_grad():
+        found.append(model.module.scaled(torch.ones(1)).item())
+    with pytest.raises(ShardError, match="on one rank alone") as error:
+        model.module.range.item()
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    say_once.cache_clear()
+    logging.getLogger("dmp").addHandler(handler)
+    try:
+        share, again = (model.module.layer.weight.detach().norm().item() for _ in range(2))
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+    assert share == again < torch.nn.utils.get_total_norm(model.module.layer.parameters())
+    return found, str(error.value), heard
+
+
+def test_numbers_of_split_weights() -> None:
+    """One rank went on and the other failed; shares of a norm were logged as the norm, in silence."""
+    plain = Ranged()
+    expected = [plain(torch.ones(1, 4)).detach().sum().item(), 0.4, 0.4]
+    for found, error, heard in run_ranks(2, numbers):
+        assert found == pytest.approx(expected)
+        assert "full_tensor" in error
+        assert len(heard) == 1 and "this rank's share" in heard[0]
