@@ -29,6 +29,29 @@ class Ranged(nn.Module):
         return x / float(self.range) if self.range.is_nonzero() else x
 
 
+class Scoring(nn.Module):
+    """Trains what predicts by its own forward, as a sampler of negatives does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Shifted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean()
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shift - x
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.forward(x)
+
+
 def numbers() -> tuple[list[float], str, list[str]]:
     model = DistributedModelParallel(Ranged(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
     found = [model(torch.ones(1, 4)).detach().sum().item(), model.module.scaled(torch.ones(1)).item()]
@@ -57,3 +80,15 @@ def test_numbers_of_split_weights() -> None:
         assert found == pytest.approx(expected)
         assert "full_tensor" in error
         assert len(heard) == 1 and "this rank's share" in heard[0]
+
+
+def predicts() -> list[float]:
+    model = DistributedModelParallel(Scoring(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    model(torch.ones(3)).backward()
+    with torch.no_grad():
+        return model.module.model.predict(torch.ones(3)).tolist()
+
+
+def test_a_method_that_calls_its_modules_forward() -> None:
+    """It ended in DTensor's words: the hooks that gather are around the call, not around the forward."""
+    assert run_ranks(2, predicts) == [[1.0, 0.0, -1.0]] * 2

@@ -88,11 +88,14 @@ class _Whole(TorchFunctionMode):
 
 @functools.cache
 def _readers(kind: Any, names: frozenset[str]) -> tuple[str, ...]:
-    """Methods of a class that is not torch's own, beside `forward`, whose code reads one of these attributes."""
+    """Methods of a class that is not torch's own, beside `forward`, whose code reads one of these attributes, or calls
+    a `forward` that does."""
     own = [of for of in kind.__mro__[: kind.__mro__.index(nn.Module)] if not of.__module__.startswith("torch.")]
     every = {name: value for of in reversed(own) for name, value in vars(of).items() if not name.startswith("__")}
-    every.pop("forward", None)
     functions = {name: inspect.unwrap(value) for name, value in every.items() if isinstance(value, FunctionType)}
+    forward = functions.pop("forward", None)
+    if forward is not None and names & _read(forward.__code__):
+        names |= {"forward"}
     return tuple(name for name, function in functions.items() if names & _read(function.__code__))
 
 
