@@ -86,9 +86,7 @@ class OwnedState:
         if value.dim() == 0 or self.chunked is None:
             is_by_row = type(self.optimizer).__name__ in BY_BLOCK
             if is_by_row and tuple(value.shape) == (*self.shape[:1], 1) != self.shape:
-                value = value.view(
-                    -1
-                )  # TorchRec's row-wise sum is (rows,) everywhere; others' state is as they made it
+                value = value.view(-1)  # TorchRec's row-wise sum is (rows,) everywhere; others' state is as made
             return as_chunks(value)
         if value.shape != self.parameter.shape:
             raise CheckpointError(
