@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._utils import _flatten_dense_tensors
 from torch.distributed import all_reduce as imported_before
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
@@ -232,3 +234,32 @@ def counts() -> float:
 def test_a_forward_may_send_what_it_has_counted() -> None:
     """No part is given to a model's own code: looking for one was told of as if the model had read it."""
     assert run_ranks(2, counts) == [8.0, 8.0]
+
+
+class Summing(nn.Module):
+    """A codebook's count of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.new_full((1,), float(len(x)))
+        dist.all_reduce(seen)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return self.layer(x) * seen
+
+
+def counted(axis: str) -> list[str]:
+    model = DistributedModelParallel(Summing(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    with patch("dmp.state.by_hand.say_once") as said:
+        model(torch.ones(2, 2)).sum().backward()
+        dist.all_reduce(torch.ones(1))  # no model's
+    return [str(call.args[0]) for call in said.call_args_list]
+
+
+def test_a_sum_in_the_forward_over_ranks_with_the_same_samples_is_told() -> None:
+    """A vector quantizer's running means, in silence, were of twice the samples."""
+    for said in run_ranks(2, counted, "tp"):
+        assert len(said) == 1 and "along ('tp',) have the same samples" in said[0]
+    assert run_ranks(2, counted, "dp") == [[], []]

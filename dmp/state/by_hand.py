@@ -5,6 +5,8 @@ what all ranks have whole that changes nothing: weights are alike once they are 
 backward pass. Of parts of a table it would put one rank's rows over another's, in silence where they are as many, and
 gloo ends the process where they are not; for DTensors torch has no such operation, which it says in words of its own.
 A copy of a part, divided by the number of ranks, or beside all others in one flat vector, is known by its values.
+
+What a model's own forward sums over all ranks counts the samples of a tensor axis more than once; that is said.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor, local_of
 from dmp.put_around import put_inside
+from dmp.ranks import say_once
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 
@@ -37,18 +40,34 @@ def refuse_parts() -> None:
 
 
 def _send(own: Any, tensor: Any, *args: Any, **options: Any) -> Any:
-    is_asked = isinstance(tensor, torch.Tensor) and (_may_be_of_a_model(tensor) or is_dtensor(tensor))
-    if is_asked and not sys._getframe(2).f_globals.get("__name__", "").startswith(("dmp.", "sharders.")):
+    is_ours = sys._getframe(2).f_globals.get("__name__", "").startswith(("dmp.", "sharders."))
+    if is_ours or not isinstance(tensor, torch.Tensor):
+        return own(tensor, *args, **options)
+    given = signature(own).bind(tensor, *args, **options).arguments
+    if _may_be_of_a_model(tensor) or is_dtensor(tensor):
         name, env = _part_of(tensor)
-        if env is not None:
-            group = signature(own).bind(tensor, *args, **options).arguments.get("group")
-        if is_dtensor(tensor) or (env is not None and _have_other_parts(env, group)):
+        if is_dtensor(tensor) or (env is not None and _have_other_parts(env, given.get("group"))):
             raise ShardError(
                 f"torch.distributed.{own.__name__} of {name}, or of its gradient: each rank has its own part of it, "
                 "and would mix it with others'. Leave it out: weights are the same on all ranks once the model is "
                 "wrapped (load_state_dict takes other values), and loss.backward() averages gradients"
             )
+    if own.__name__ == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+        _say_what_counts_again(given.get("group"))
     return own(tensor, *args, **options)
+
+
+def _say_what_counts_again(group: Any) -> None:
+    """A sum over all ranks in a model's own forward, as codebooks that are running means take of their counts."""
+    env = next((m.env for m in live.models if m._calls.is_forward and m.env.tensor_size > 1), None)
+    if env is not None and dist.get_world_size(group) == env.size:
+        say_once(
+            f"the model's forward sums over all {env.size} ranks (torch.distributed.all_reduce): the "
+            f"{env.tensor_size} ranks along {env.axes('tensor')} have the same samples, which it counts "
+            f"{env.tensor_size} times. Divide the sum by that number where it is more than a part of a quotient, or "
+            "sum over the group of the axes that have other samples",
+            by_first=True,
+        )
 
 
 def _may_be_of_a_model(tensor: torch.Tensor) -> bool:
