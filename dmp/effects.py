@@ -35,9 +35,9 @@ For the whole process, once
   over the ranks
 - torch's list of the classes of split modules has more of them (sharders/data_parallel/classes.py), for those kinds of
   modules that cannot change to the class that torch would make
-- `sharders/data_parallel/numbers.py:
-  DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] =`: a number that is made of
-  what is split says that it is a rank's share
+- `dmp/state/numbers.py:
+  DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] =`: a number that is
+  made of what is split says that it is a rank's share
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
   table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

@@ -10,6 +10,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv
 from dmp.ranks import say_once
+from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 
 
@@ -52,6 +53,21 @@ class Shifted(nn.Module):
         return -self.forward(x)
 
 
+def shares(weight: torch.Tensor) -> tuple[float, list[str]]:
+    """Its norm as this rank has it, asked for twice, and what is said of that."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    say_once.cache_clear()
+    logging.getLogger("dmp").addHandler(handler)
+    try:
+        share, again = (weight.detach().norm().item() for _ in range(2))
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+    assert share == again
+    return share, heard
+
+
 def numbers() -> tuple[list[float], str, list[str]]:
     model = DistributedModelParallel(Ranged(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
     found = [model(torch.ones(1, 4)).detach().sum().item(), model.module.scaled(torch.ones(1)).item()]
@@ -59,16 +75,8 @@ def numbers() -> tuple[list[float], str, list[str]]:
         found.append(model.module.scaled(torch.ones(1)).item())
     with pytest.raises(ShardError, match="on one rank alone") as error:
         model.module.range.item()
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    say_once.cache_clear()
-    logging.getLogger("dmp").addHandler(handler)
-    try:
-        share, again = (model.module.layer.weight.detach().norm().item() for _ in range(2))
-    finally:
-        logging.getLogger("dmp").removeHandler(handler)
-    assert share == again < torch.nn.utils.get_total_norm(model.module.layer.parameters())
+    share, heard = shares(model.module.layer.weight)
+    assert share < torch.nn.utils.get_total_norm(model.module.layer.parameters())
     return found, str(error.value), heard
 
 
@@ -80,6 +88,30 @@ def test_numbers_of_split_weights() -> None:
         assert found == pytest.approx(expected)
         assert "full_tensor" in error
         assert len(heard) == 1 and "this rank's share" in heard[0]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def tensor_share() -> tuple[float, list[str]]:
+    torch.manual_seed(0)
+    sharders = [TensorParallelSharder({"up": "colwise", "down": "rowwise"})]
+    model = DistributedModelParallel(Mlp(), ShardingEnv.from_mesh(mesh((2,), ("tp",))), sharders=sharders)
+    return shares(model.module.up.weight)
+
+
+def test_numbers_of_weights_that_are_split_along_a_tensor_axis() -> None:
+    torch.manual_seed(0)
+    whole = Mlp().up.weight.norm().item()
+    found = run_ranks(2, tensor_share)
+    assert sum(share**2 for share, _ in found) == pytest.approx(whole**2)
+    assert all(len(heard) == 1 and "this rank's share" in heard[0] for _, heard in found)
 
 
 def predicts() -> list[float]:

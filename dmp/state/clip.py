@@ -31,6 +31,7 @@ from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.keyed_clipping import check_clipping
 from dmp.state.kinds import tell_kinds_apart
 from dmp.state.local_chunks import sharded_parameters
+from dmp.state.numbers import say_of_shares
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import successors
 
@@ -208,3 +209,4 @@ def _prepare() -> None:
 
 live.at_first_wrap(_prepare)
 live.when_imported("torchrec.optim.clipping", check_clipping)
+live.when_imported("torch.distributed.tensor", say_of_shares)

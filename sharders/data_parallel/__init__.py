@@ -15,7 +15,6 @@
 - `written_inside`: weights that the model writes while they are gathered
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `read_outside`: methods that read a weight past the forward
-- `numbers`: numbers of Python's that a program takes of what is split
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch
 - `static_graph`: torch's own treatment of a graph that stays the same

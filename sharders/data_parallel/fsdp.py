@@ -40,7 +40,6 @@ from sharders.data_parallel.classes import begin_alike
 from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp_units import name_of, units_of
-from sharders.data_parallel.numbers import say_of_shares
 from sharders.data_parallel.options import check_fsdp, check_parts, check_torch
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.read_outside import read_outside
@@ -200,7 +199,6 @@ class FSDPWrapper:
         keep_writes(module, env.group("replicate", "shard"))
         keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
-        say_of_shares()
         refuse_steps(module, has_raised, split_weights)
         clear_by_zero_grad(module)
         if whole and (group := env.group("replicate", "shard")) is not None:

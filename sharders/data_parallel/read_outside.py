@@ -24,7 +24,7 @@ from sharders.data_parallel.fsdp_units import is_idle
 from sharders.data_parallel.past_hooks import MIXED, PAST
 
 _VALUES = frozenset(("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__", "__index__"))
-"""What makes values of Python's, see `numbers`."""
+"""What makes values of Python's, see dmp/state/numbers.py."""
 
 _REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
 """What torch says of a piece beside a plain tensor, and of a view of a piece in inference mode."""

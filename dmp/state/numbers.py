@@ -6,22 +6,20 @@ alone. The share is said once, as of parts of tables: who only logs may go on. T
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
-from dmp import ShardError, ranks
+from dmp.errors import ShardError
+from dmp.ranks import say_once
 
 _WHOLE = "t.full_tensor().item(), on all ranks, is the whole's"
 
 
-@cache
-def say_of_shares() -> None:
-    """From now on."""
+def say_of_shares(_tensors: Any) -> None:
+    """From now on; private, but nothing else is between a DTensor and its number: torch asks no strategy of this."""
     from torch.distributed.tensor import DTensor
 
-    # Private, but nothing else is between a DTensor and its number, and torch asks no strategy of this operation.
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
 
 
@@ -31,7 +29,7 @@ def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
     if any(not p.is_partial() for p in split):
         raise ShardError(f"item() of a split weight with one value, which is on one rank alone: {_WHOLE}")
     if split:
-        ranks.say_once(
+        say_once(
             "item(), float() or bool() of a number that was made of split weights or gradients gives this rank's "
             f"share of it: {_WHOLE}; torch.nn.utils.get_total_norm(model.parameters()) is the whole model's norm"
         )
