@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmp import Layout
 from planner.candidates.candidates import Candidates
@@ -92,7 +91,9 @@ def _offers(costed: Costed, of_offers: int, wholes: tuple[Array, Array], merged:
         return Offers.none(most.shape[1] - 1)
     labels: dict[str, int] = {}
     offers = costed.offers[:of_offers]
-    label_of = [labels.setdefault(_label(offer), len(labels)) for offer in offers]
+    distinct = {id(offer): offer for offer in offers}  # parameters that are alike share theirs
+    number = {key: labels.setdefault(_label(offer), len(labels)) for key, offer in distinct.items()}
+    label_of = [number[id(offer)] for offer in offers]
     owner = costed.owner[:of_offers]
     size, _, units, least = np.array([offer.family[1:5] for offer in offers], dtype=np.int64).T
     by_width = merged.loads(units[:, None] * costed.slope[:of_offers])
@@ -174,12 +175,17 @@ def _pieces(found: Sequence[tuple[int, int, list[tuple[int, Array]]]]) -> Pieces
     Args:
         found: index of the parameter, first rank, and runs of ranks with (phases + 1,) loads.
     """
-    rows: list[tuple[int, int, int, float, float]] = []
+    rows: list[tuple[int, int, int]] = []
+    loads: list[Array] = []
     for index, first, runs in found:
         for size, load in runs:
-            if load.any():
-                rows.append((index, first, size, float(load[:-1].sum()), float(load[-1])))
+            rows.append((index, first, size))
+            loads.append(load)
             first += size
-    table: NDArray[np.float64] = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
-    owner, first_rank, size_of = table[:, :3].T.astype(np.int32)
-    return Pieces(owner, first_rank, size_of, table[:, 3].astype(np.float32), table[:, 4].astype(np.float32))
+    if not rows:
+        return Pieces(*np.zeros((3, 0), np.int32), *np.zeros((2, 0), np.float32))
+    of_runs = np.stack(loads)
+    kept = of_runs.any(1)
+    owner, first_rank, size_of = np.array(rows, dtype=np.int32)[kept].T
+    seconds, num_bytes = of_runs[kept, :-1].sum(1), of_runs[kept, -1]
+    return Pieces(owner, first_rank, size_of, seconds.astype(np.float32), num_bytes.astype(np.float32))

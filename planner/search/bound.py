@@ -144,7 +144,8 @@ def _search(
 
 def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optimum:
     assert node.relaxed is not None
-    table, row, phases = problem.table, frame.columns.row[node.rows], len(problem.span)
+    table, phases, used = problem.table, len(problem.span), np.flatnonzero(node.relaxed.share)
+    row = frame.columns.row[node.rows[used]]
     every = table.everywhere[row, :phases].copy()
     is_whole = table.filled[row] >= len(problem.capacity)
     count = np.where(table.units[row] > 0, 1, table.pieces[row])[:, None]
@@ -154,8 +155,8 @@ def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optim
     paid = sum(1 << k for k in problem.base_kinds)
     own = joint.apart(node.relaxed.seconds) + problem.base[:, :-1].min(0)
     prices, allowed = (price[:number][joint.of], float(price[number])), node.allowed | paid
-    pieces = frame.columns.pieces[node.rows]
-    return Optimum(own, node.relaxed.share @ every, *prices, allowed, row, pieces, node.relaxed.share)
+    rows, pieces = frame.columns.row[node.rows], frame.columns.pieces[node.rows]
+    return Optimum(own, node.relaxed.share[used] @ every, *prices, allowed, rows, pieces, node.relaxed.share)
 
 
 def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
