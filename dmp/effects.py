@@ -38,6 +38,8 @@ For the whole process, once
 - `dmp/state/numbers.py:
   DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] =`: a number that is
   made of what is split says that it is a rank's share
+- `dmp/state/numbers.py: DTensor.numpy =`, `dmp/state/numbers.py: DTensor.tolist =`: where torch refuses an array or a
+  list of what is split, the error says what gives the whole
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
   table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,13 @@ class Ranged(nn.Module):
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x / float(self.range) if self.range.is_nonzero() else x
+
+    @torch.no_grad()
+    def listed(self) -> list[Any]:
+        return [np.asarray(self.layer.weight).tolist(), self.range.numpy().tolist(), self.range.tolist()]
+
+    def of_state(self) -> Any:
+        return self.state_dict()["layer.weight"].numpy()
 
 
 class Scoring(nn.Module):
@@ -124,3 +133,22 @@ def predicts() -> list[float]:
 def test_a_method_that_calls_its_modules_forward() -> None:
     """It ended in DTensor's words: the hooks that gather are around the call, not around the forward."""
     assert run_ranks(2, predicts) == [[1.0, 0.0, -1.0]] * 2
+
+
+def arrays() -> tuple[list[Any], list[str]]:
+    model = DistributedModelParallel(Ranged(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    weight = model.state_dict()["layer.weight"]
+    refused = []
+    for taken in (weight.numpy, weight.tolist, lambda: np.asarray(weight), model.module.of_state):
+        with pytest.raises(ShardError) as error:
+            taken()
+        refused.append(str(error.value))
+    return model.module.listed(), refused
+
+
+def test_arrays_of_split_weights() -> None:
+    """torch refused them of every subclass of tensors, with no word of what gives the whole."""
+    plain = Ranged()
+    for listed, refused in run_ranks(2, arrays):
+        assert listed == [plain.layer.weight.tolist(), [2.5], [2.5]]
+        assert all("full_state_dict(model)" in each for each in refused)

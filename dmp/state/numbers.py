@@ -2,10 +2,13 @@
 
 torch gives each rank its own share of the sum, in silence, and of one value that lies on one rank fails on the others
 alone. The share is said once, as of parts of tables: who only logs may go on. The other is an error on every rank.
+Arrays and lists torch refuses of every subclass, without a word of what to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ def say_of_shares(_tensors: Any) -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    DTensor.numpy = _in_words(torch.Tensor.numpy)  # type: ignore[method-assign]
+    DTensor.tolist = _in_words(torch.Tensor.tolist)  # type: ignore[method-assign]
 
 
 def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
@@ -34,3 +39,20 @@ def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
             f"share of it: {_WHOLE}; torch.nn.utils.get_total_norm(model.parameters()) is the whole model's norm"
         )
     return of._local_tensor.item()
+
+
+def _in_words(own: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own, which may be given the whole (see `read_outside`), and what to do where it refuses."""
+
+    @wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(self, *args, **kwargs)
+        except RuntimeError as error:
+            raise ShardError(
+                f"{own.__name__}() of a weight, gradient or state that is split, of which each rank has a part: "
+                "full_state_dict(model) and full_optimizer_state_dict(model, optimizer) give plain tensors, whole, "
+                "and so does t.full_tensor(), on all ranks; t.to_local() is this rank's part"
+            ) from error
+
+    return method

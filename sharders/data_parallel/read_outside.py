@@ -23,7 +23,9 @@ from dmp import ShardError, is_dtensor
 from sharders.data_parallel.fsdp_units import is_idle
 from sharders.data_parallel.past_hooks import MIXED, PAST
 
-_VALUES = frozenset(("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__", "__index__"))
+_VALUES = frozenset(
+    ("item", "tolist", "numpy", "__array__", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
+)
 """What makes values of Python's, see dmp/state/numbers.py."""
 
 _REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
