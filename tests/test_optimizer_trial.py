@@ -309,8 +309,9 @@ def test_cuts_of_layouts() -> None:
         assert cut_of(layout.shards((8, 8), env), (8, 8), env.table_size) == cuts
 
 
-def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = False) -> list[str]:
-    """What is said of the optimizer; each error is raised again by the next step, and nothing has changed."""
+def trains(kind: Callable[..., Optimizer] | None, layout: Any, in_backward: str | None = None) -> list[str]:
+    """What is said of the optimizer, or of that in the backward pass; an error is raised again by the next step, and
+    nothing has changed."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -318,10 +319,10 @@ def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = Fals
     say_once.cache_clear()
     try:
         module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 2))
-        attach(module[0], "sgd" if in_backward else None)
+        attach(module[0], in_backward)
         env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
         model = DistributedModelParallel(module, env, plan={"0.weight": layout})
-        optimizer = kind(model.parameters())
+        optimizer = model.fused_optimizer if kind is None else kind(model.parameters())
         model(torch.arange(8).view(4, 2)).sum().backward()
         before = [p.detach().clone() for p in model.parameters()]
         try:
@@ -358,7 +359,8 @@ def test_tables_in_chunks_are_guarded() -> None:
             assert re.search(text, str(error)), error
     for kind, layout in ((Lion, row_wise()), (ByRow, row_wise()), (Lamb, data_parallel()), (Lamb, table_wise(1))):
         assert run_ranks(2, trains, kind, layout) == [[], []]
-    assert run_ranks(2, trains, Lamb, row_wise(), True) == [[], []]  # the table is updated in the backward pass
+    assert run_ranks(2, trains, Lamb, row_wise(), "sgd") == [[], []]  # the table is updated in the backward pass
+    assert run_ranks(2, trains, None, row_wise(), "rowwise_adagrad") == [[], []]  # whose state is cut with the rows
     for (text,) in run_ranks(2, trains, of_model, row_wise()):
         assert "Picky steps on this rank's chunks" in text and "works_on_chunks" in text
     for (text,) in run_ranks(2, trains, WithState, row_wise()):

@@ -30,6 +30,7 @@ from dmp.put_around import put_around
 from dmp.ranks import say_once
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow, num_changes
+from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.keyed import is_wrapper
 from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut, wrong_on_dtensors
 
@@ -62,8 +63,8 @@ def _zero_grad(own: Callable[..., None], optimizer: Optimizer, *args: Any, **opt
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    if is_wrapper(optimizer):
-        return  # each of those that it hands the step on to comes by itself
+    if is_wrapper(optimizer) or isinstance(optimizer, FusedOptimizer):
+        return  # each of those that it hands the step on to comes by itself; ours has none to make
     follow(optimizer)  # as a gradient scaler and `reshard` do before a step: what was looked at here has its own mark
     looked_at = num_changes(), sum(len(group["params"]) for group in optimizer.param_groups)
     is_new = optimizer.__dict__.get("_dmp_looked_at") != looked_at
