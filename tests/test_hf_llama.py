@@ -143,3 +143,27 @@ def _verified() -> None:
 
 def test_is_verified_with_its_cache() -> None:
     run_ranks(2, _verified)
+
+
+def _distils_attention(axes: tuple[str, ...]) -> None:
+    """With dropout off in training, and in evaluation; the cache beside them stays a rank's heads."""
+    torch.manual_seed(0)
+    oracle = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="eager"))
+    model = DistributedModelParallel(copy.deepcopy(oracle), ShardingEnv.from_mesh(mesh_of((2,), axes)))
+    ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    for each in (oracle, model):
+        out = each(input_ids=ids, labels=ids, output_attentions=True)
+        assert [a.shape for a in out.attentions] == [(2, 4, 9, 9)] * 2
+        (out.loss + sum(a.square().sum() for a in out.attentions)).backward()
+    for (name, mine), want in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), want.grad, msg=name)  # type: ignore[union-attr]
+    model.eval()
+    with torch.no_grad():
+        out, want = (each.eval()(input_ids=ids, output_attentions=True) for each in (model, oracle))
+    torch.testing.assert_close(out.attentions, want.attentions)
+    assert out.past_key_values.layers[0].keys.shape[1] == 1 < want.past_key_values.layers[0].keys.shape[1]
+
+
+def test_attention_weights_are_those_of_all_heads() -> None:
+    """Each rank gave out its own heads', and a loss of them trained each rank otherwise."""
+    run_ranks(2, _distils_attention, ("tp",))

@@ -55,7 +55,7 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
 
     Outputs are compared on each rank; then gradients of a fixed random projection of them, averaged over the ranks.
     What attentions give head by head, (B, H, ...) with all of the plain module's H split over the tensor axes (caches
-    of keys and values, attention weights), is compared with this rank's heads.
+    of keys and values), is compared with this rank's heads.
     Neither argument is changed, nor the random state. Collective over `model.env`; needs room for both copies and their
     gradients, so use a small model of the same build.
 

@@ -11,6 +11,7 @@ from torch import nn
 from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.attention import split_attention
+from sharders.tensor_parallel.split.attention_weights import gather_attention_weights
 from sharders.tensor_parallel.split.local import split_local, split_weights
 from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.plain import writable
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 def split(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int]
 ) -> None:
-    """Split the model in place, in this order: shared inputs -> torch's styles -> hooks on activations -> numbers of
-    heads -> ties put back -> whole weights. No communication; parameters may be on meta.
+    """Split the model in place, in this order: attention weights given out -> shared inputs -> torch's styles -> hooks
+    on activations -> numbers of heads -> ties put back -> whole weights. No communication; parameters may be on meta.
 
     Args:
         mesh: the tensor axis.
@@ -43,6 +44,7 @@ def split(
     attentions = {path for path in styles if is_joint_attention(model.get_submodule(path))}
     modules = {path: model.get_submodule(path) for path in styles}
     hooks.pad_nested(_encoder_layers(model, styles))
+    gather_attention_weights(model, mesh, styles)
     _share_inputs(modules, styles, model, mesh)
     adding: set[int] = set()
     for path, module in modules.items():

@@ -1,0 +1,86 @@
+"""Attention weights of all heads, where a model gives them out: (B, heads, T, S) for T queries and S keys.
+
+A split attention has a rank's heads alone, and returns its weights beside its output: a loss of them, as where
+attention is distilled, was of a share on each rank, and trained each otherwise in silence. Most calls drop them, which
+is why they are marked where they are made, and brought together where the whole model returns them. Keys and values for
+a cache come out of attentions as well, and stay a rank's own: they go back in. Weights are told from them by what a
+softmax leaves, numbers from 0 on that sum to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sharders.tensor_parallel.split.plain import plain
+from sharders.tensor_parallel.split.styles import Style, family
+from sharders.tensor_parallel.structure.attentions import attentions_in
+from sharders.tensor_parallel.structure.linears import is_joint_attention
+from sharders.tensor_parallel.structure.transformer import Branch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MARK = "_dmp_own_heads"
+_ROUNDING = 1e-2
+
+
+def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
+    """Have the model return attention weights of all heads.
+
+    Forward: one all-gather of each tensor of weights that the model returns. Backward: nothing.
+
+    Args:
+        model: before it is split.
+        mesh: the tensor axis.
+        styles: by which it will be.
+    """
+    modules = dict(model.named_modules())
+    found = [b for b in attentions_in(modules).values() if isinstance(b, Branch)]
+    split = [b for b in found if all(family(styles.get(path, "")) == "colwise" for path in b.up)]
+    around = {path for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
+    makers = [modules[path] for path in around if path and not is_joint_attention(modules[path])]
+    for module in makers:
+        module.register_forward_hook(_mark)
+    if makers:
+        model.register_forward_hook(lambda module, _, output: _whole(output, module, mesh))
+
+
+def _mark(_: nn.Module, __: Any, output: Any) -> None:
+    for each in output[1:] if isinstance(output, tuple | list) else ():
+        if isinstance(each, torch.Tensor) and each.dim() == 4 and each.is_floating_point():
+            setattr(each, _MARK, True)
+
+
+def _whole(given: Any, model: nn.Module, mesh: DeviceMesh) -> Any:
+    """The same, in its own mappings, with weights of all heads."""
+    if isinstance(given, torch.Tensor):
+        is_own = getattr(given, _MARK, False) and _is_of_softmax(given.detach(), model)
+        return _gathered(given, mesh) if is_own else given
+    if isinstance(given, dict):
+        for key, each in list(given.items()):
+            new = _whole(each, model, mesh)
+            if new is not each:
+                given[key] = new
+    elif isinstance(given, tuple | list):
+        items = [_whole(each, model, mesh) for each in given]
+        if any(new is not each for new, each in zip(items, given, strict=True)):
+            kind: Any = type(given)
+            return kind(*items) if hasattr(given, "_fields") else kind(items)
+    return given
+
+
+def _is_of_softmax(weights: torch.Tensor, model: nn.Module) -> bool:
+    if weights.is_meta or bool((weights < 0).any()):
+        return False
+    return model.training or bool((weights.sum(-1) <= 1 + _ROUNDING).all())  # dropout makes what it leaves larger
+
+
+def _gathered(weights: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placed = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
+    return plain(placed.redistribute(placements=[Replicate()]))
