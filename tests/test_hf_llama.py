@@ -146,7 +146,7 @@ def test_is_verified_with_its_cache() -> None:
 
 
 def _distils_attention(axes: tuple[str, ...]) -> None:
-    """With dropout off in training, and in evaluation; the cache beside them stays a rank's heads."""
+    """In training, and in evaluation, of the whole and of a part; the cache beside them stays a rank's heads."""
     torch.manual_seed(0)
     oracle = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="eager"))
     model = DistributedModelParallel(copy.deepcopy(oracle), ShardingEnv.from_mesh(mesh_of((2,), axes)))
@@ -160,7 +160,9 @@ def _distils_attention(axes: tuple[str, ...]) -> None:
     model.eval()
     with torch.no_grad():
         out, want = (each.eval()(input_ids=ids, output_attentions=True) for each in (model, oracle))
+        part = model.module.model(input_ids=ids, output_attentions=True)
     torch.testing.assert_close(out.attentions, want.attentions)
+    torch.testing.assert_close(part.attentions, want.attentions)
     assert out.past_key_values.layers[0].keys.shape[1] == 1 < want.past_key_values.layers[0].keys.shape[1]
 
 

@@ -2,9 +2,10 @@
 
 A split attention has a rank's heads alone, and returns its weights beside its output: a loss of them, as where
 attention is distilled, was of a share on each rank, and trained each otherwise in silence. Most calls drop them, which
-is why they are marked where they are made, and brought together where the whole model returns them. Keys and values for
-a cache come out of attentions as well, and stay a rank's own: they go back in. Weights are told from them by what a
-softmax leaves, numbers from 0 on that sum to 1.
+is why they are marked where they are made, and brought together where they leave the model: the whole of it, or a part
+that is called alone, as `generate` calls an encoder. Keys and values for a cache come out of attentions as well, and
+stay a rank's own: they go back in. Weights are told from them by what a softmax leaves: numbers from 0 on that sum
+to 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sharders.tensor_parallel.split.plain import plain
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.attentions import attentions_in
 from sharders.tensor_parallel.structure.linears import is_joint_attention
-from sharders.tensor_parallel.structure.transformer import Branch
+from sharders.tensor_parallel.structure.transformer import Branch, outward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,9 +30,9 @@ _ROUNDING = 1e-2
 
 
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
-    """Have the model return attention weights of all heads.
+    """Have the model, and each part of it that is called alone, return attention weights of all heads.
 
-    Forward: one all-gather of each tensor of weights that the model returns. Backward: nothing.
+    Forward: one all-gather of each tensor of weights that is returned. Backward: nothing.
 
     Args:
         model: before it is split.
@@ -42,9 +43,26 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
     found = [b for b in attentions_in(modules).values() if isinstance(b, Branch)]
     split = [b for b in found if all(family(styles.get(path, "")) == "colwise" for path in b.up)]
     around = {path for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
-    makers = [modules[path] for path in around if path and not is_joint_attention(modules[path])]
-    for module in makers:
-        module.register_forward_hook(_mark)
+    makers = {path for path in around if not is_joint_attention(modules[path])}
+    for maker in makers:
+        modules[maker].register_forward_hook(_mark)
+    running: list[nn.Module] = []
+
+    def begin(module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            running.append(module)
+
+    def end(module: nn.Module, _: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        if running and running[-1] is module:
+            running.pop()
+        # In a backward pass, private in torch, a part is computed again, and gives what it gave.
+        return None if running or torch._C._current_graph_task_id() >= 0 else _whole(output, module, mesh)
+
+    for path in sorted({outer for maker in makers for outer in outward(maker)}):
+        modules[path].register_forward_pre_hook(begin)
+        modules[path].register_forward_hook(end, always_call=True)
     if makers:
         model.register_forward_hook(lambda module, _, output: _whole(output, module, mesh))
 
