@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv
-from sharders import FSDPWrapper
+from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv
+from sharders import FSDPWrapper, TensorParallelSharder, default_sharders
 from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
@@ -363,3 +363,34 @@ def test_generation_that_encodes_past_the_forward(resharded: bool | None, by_lay
 
 def test_generation_beside_copies() -> None:
     run_ranks(4, _generates, (2, 2), ("replicate", "shard"), None, False)
+
+
+class Multiplied(nn.Module):
+    """A forward that multiplies by the head's weight itself, as fused losses do; nobody guesses what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tokens(given["ids"]) @ self.head.weight.T
+
+
+def _multiplies() -> None:
+    env, given = ShardingEnv.from_mesh(mesh((2,), ("tp",))), {"ids": torch.arange(4)[None]}
+    by_columns = TensorParallelSharder({"head": "colwise"})
+    model = DistributedModelParallel(Multiplied(), env, sharders=[by_columns, *default_sharders()])
+    words = r"a weight that is split over the tensor axis.* \(test_past_hooks.py:\d+\): .* as lm_head\(hidden\); or"
+    with pytest.raises(ShardError, match=words):
+        model(given)
+    # What it advises: with an example the plan does not come to be.
+    by_columns = TensorParallelSharder({"head": "colwise"}, example_inputs=(given,))
+    with pytest.raises(PlanError, match="run split it raises"):
+        DistributedModelParallel(Multiplied(), env, sharders=[by_columns, *default_sharders()])
+
+
+def test_a_forward_that_reads_a_weight_which_a_tensor_axis_splits_is_told() -> None:
+    """torch said "got mixed torch.Tensor and DTensor", of a class that the user has never met."""
+    run_ranks(2, _multiplies)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import traceback
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -17,6 +19,8 @@ from dmp.wrap.data_parallel import check_cast
 from dmp.wrap.skeleton import put_back
 from dmp.wrap.step_turns import agree_on_forward
 from dmp.wrap.written_earlier import check_earlier
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +44,25 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             note_left("the forward pass", error)
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
             raise_cause(error)
+            _explain_mixture(error)
         raise
+
+
+def _explain_mixture(error: RuntimeError) -> None:
+    """Of torch's words for a split weight beside plain tensors; of what FSDP2 has split its wrapper knows more.
+
+    Raises:
+        ShardError: where it is that.
+    """
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
+    raise ShardError(
+        "the model's forward computes with a weight that is split over the tensor axis, beside plain tensors "
+        f"({Path(frames[-1].filename).name}:{frames[-1].lineno}): have it call the module that holds the weight, as "
+        "lm_head(hidden); or TensorParallelSharder(example_inputs=...), with what the model is called with, finds what "
+        "must stay whole"
+    ) from error
 
 
 def _refuse_tracing(args: Any, kwargs: Any) -> None:
