@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -244,3 +245,32 @@ def in_a_function(axis: str) -> list[str]:
 def test_what_a_function_asks_for_in_its_own_backward_is_averaged(axis: str) -> None:
     """It was refused where weights are split, and of copies said to be averaged by nobody."""
     assert run_ranks(2, in_a_function, axis) == [[], []]
+
+
+def by_hand() -> tuple[int, int, int]:
+    """How often it was said: of gradients that are 0, as for making state, of such by torch.func, after a pass."""
+    model = DistributedModelParallel(nn.Linear(4, 2), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    weights = {name: p.detach() for name, p in model.module.named_parameters()}
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.full((3, 4), float(model.env.rank + 1))
+
+    def steps(gradients: Mapping[str, torch.Tensor]) -> int:
+        for name, p in model.module.named_parameters():
+            p.grad = gradients[name].clone()
+        say_once.cache_clear()
+        with Said() as said:
+            optimizer.step()
+        optimizer.zero_grad()
+        return sum("no backward pass through the model has made" in text for text in said.texts)
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model.module, given, x).square().mean()  # type: ignore[no-any-return]
+
+    zeros = steps({name: torch.zeros_like(p) for name, p in weights.items()})
+    own = steps(torch.func.grad(loss)(weights))
+    model(x).square().mean().backward()
+    return zeros, own, steps({name: p.grad for name, p in model.module.named_parameters() if p.grad is not None})
+
+
+def test_a_step_by_gradients_of_a_rank_s_own_by_hand_is_said() -> None:
+    """Copies parted in silence, as where gradients of single samples are clipped."""
+    assert run_ranks(2, by_hand) == [(0, 1, 0)] * 2

@@ -4,9 +4,10 @@ Averages come at the end of a pass, or unit by unit, so what one that raised (no
 `.grad` is averaged in part or not at all, and copies of weights would part by it without a word. The next pass averages
 what it accumulates on; until then an optimizer that would take a step by such a gradient refuses.
 
-What passes under `no_sync` accumulate is, of copies, in `.grad`: a step by it is what local SGD does, and is said once.
-Of weights that FSDP2 has split it is where no optimizer looks: a step without it is refused, and `zero_grad` of an
-optimizer or of the model, which left it for the next average, clears it too; who clears by hand: see cleared.py.
+What passes under `no_sync` accumulate is, of copies, in `.grad`: a step by it is what local SGD does, and is said once,
+as is one by gradients that are there before any pass was averaged. Of weights that FSDP2 has split it is where no
+optimizer looks: a step without it is refused, and `zero_grad` of an optimizer or of the model, which left it for the
+next average, clears it too; who clears by hand: see cleared.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp import ShardError, ranks
+from dmp import ShardError, local_of, ranks
 from sharders.data_parallel.cleared import drop_cleared, show_waiting
 from sharders.data_parallel.fsdp_units import units, weights
 
@@ -67,6 +68,12 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
                 "a step by gradients that were accumulated under no_sync and never averaged: copies of weights part, "
                 "as for local SGD. Else have the last backward pass before a step outside of no_sync"
             )
+        elif not getattr(of, "has_averaged", True) and _holds(optimizer, _given(averaged.held(of))):
+            ranks.say_once(
+                "a step by gradients that no backward pass through the model has made, as where .grad is set to what "
+                "torch.func gives: each rank's are of its own samples, and copies of weights part, unless the program "
+                "averages them itself: torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)"
+            )
     for root in list(_waiting):
         _drop_cleared(root)
         if _holds(optimizer, (held.sharded_param for held in _not_averaged(root))):
@@ -79,6 +86,12 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 def _holds(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
     ids = {id(p) for p in parameters}
     return bool(ids) and any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+
+
+def _given(held: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those with a gradient that is not 0, as torch gives all of them to have an optimizer make its state."""
+    given = ((p, p.grad) for p in held if p.grad is not None)
+    return [p for p, gradient in given if gradient.is_sparse or bool(local_of(gradient).any())]
 
 
 # Of FSDP2. Private: nothing public tells whether a pass has come to its end.

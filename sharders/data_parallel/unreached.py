@@ -59,6 +59,7 @@ class AnyReachDDP(OwnRowsDDP):
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
         self._is_awaited = self._is_local = self._has_left = self.has_local = False
+        self.has_averaged = self.process_group.size() == 1  # there is nothing to
         self._end = PassEnd()
         self._later, self._updated = LaterHooks(), Updated(self._trained)
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -148,6 +149,7 @@ class AnyReachDDP(OwnRowsDDP):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids], self._sparse)
         self._is_awaited = self._has_left = self.has_local = False
+        self.has_averaged = True
         self._end.clear()
         self._reached.clear()
         if self._later.waiting or self._updated.any:  # behind DDP's own last callback, which is queued by now
@@ -180,6 +182,7 @@ class AnyReachDDP(OwnRowsDDP):
         dense, rows = ([p for p in trained if (id(p) in self._sparse) is is_sparse] for is_sparse in (False, True))
         given = [*_average(dense, self.process_group), *average_rows(rows, self.process_group)]
         self._has_left = self.has_local = False
+        self.has_averaged = True
         self._end.clear()
         self._reached.clear()
         self._later.run(given)
