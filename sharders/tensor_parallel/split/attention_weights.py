@@ -42,8 +42,9 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
     modules = dict(model.named_modules())
     found = [b for b in attentions_in(modules).values() if isinstance(b, Branch)]
     split = [b for b in found if all(family(styles.get(path, "")) == "colwise" for path in b.up)]
-    around = {path for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
-    makers = {path for path in around if not is_joint_attention(modules[path])}
+    # torch's own, which brings its weights together itself, is what computes by all of its weights at once.
+    split = [b for b in split if not any(is_joint_attention(modules[path]) for path in (b.path, *b.up))]
+    makers = {path for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
     for maker in makers:
         modules[maker].register_forward_hook(_mark)
     running: list[nn.Module] = []
