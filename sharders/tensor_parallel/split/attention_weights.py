@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sharders.tensor_parallel.split.plain import plain
@@ -32,7 +33,7 @@ _ROUNDING = 1e-2
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
     """Have the model, and each part of it that is called alone, return attention weights of all heads.
 
-    Forward: one all-gather of each tensor of weights that is returned. Backward: nothing.
+    Forward: of each such tensor that is returned one all-reduce of a number, then an all-gather. Backward: nothing.
 
     Args:
         model: before it is split.
@@ -77,8 +78,8 @@ def _mark(_: nn.Module, __: Any, output: Any) -> None:
 def _whole(given: Any, model: nn.Module, mesh: DeviceMesh) -> Any:
     """The same, in its own mappings, with weights of all heads."""
     if isinstance(given, torch.Tensor):
-        is_own = getattr(given, _MARK, False) and _is_of_softmax(given.detach(), model)
-        return _gathered(given, mesh) if is_own else given
+        is_own = getattr(given, _MARK, False) and not given.is_meta
+        return _gathered(given, mesh) if is_own and _are_of_softmax(given.detach(), model, mesh) else given
     if isinstance(given, dict):
         for key, each in list(given.items()):
             new = _whole(each, model, mesh)
@@ -92,10 +93,14 @@ def _whole(given: Any, model: nn.Module, mesh: DeviceMesh) -> Any:
     return given
 
 
-def _is_of_softmax(weights: torch.Tensor, model: nn.Module) -> bool:
-    if weights.is_meta or bool((weights < 0).any()):
-        return False
-    return model.training or bool((weights.sum(-1) <= 1 + _ROUNDING).all())  # dropout makes what it leaves larger
+def _are_of_softmax(weights: torch.Tensor, model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether those of all ranks are: by its own numbers one rank alone might bring them together, and wait."""
+    is_one = (weights >= 0).all()
+    if not model.training:  # where dropout makes what it leaves larger
+        is_one &= (weights.sum(-1) <= 1 + _ROUNDING).all()
+    of_all = is_one.to(torch.int32)
+    dist.all_reduce(of_all, dist.ReduceOp.MIN, group=mesh.get_group())
+    return bool(of_all)
 
 
 def _gathered(weights: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
