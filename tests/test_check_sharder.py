@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "mesh", "kind"), CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_ours_pass(world: int, mesh: str, kind: str) -> None:
     run_ranks(world, check, kind, mesh, timeout=200)
 
@@ -348,7 +348,7 @@ def check_mutant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_mutant_is_caught(name: str) -> None:
     errors = run_ranks(2, check_mutant, name, expect=SharderCheckError)
     assert {e.check for e in errors} == {MUTANTS[name][1]}, errors[0]

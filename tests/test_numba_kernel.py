@@ -58,7 +58,7 @@ def trained(spec: OptimizerSpec, ahead: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("spec", [*SPECS, LAMB], ids=lambda s: s.kind)
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_bits_do_not_depend_on_threads(spec: OptimizerSpec) -> None:
     """Nor on whether the ids' order was worked out ahead."""
     many = trained(spec, True)
@@ -195,7 +195,7 @@ def _ids_of(rows: Sequence[int], lengths: Tensor, draw: torch.Generator) -> tupl
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lamb", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_tables_of_few_rows_are_summed_without_an_order(
     dtype: torch.dtype, optimizer: str | None, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +317,7 @@ def by_touched_rows(kernel: str, layout: Any, dtype: torch.dtype, spec: Optimize
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", [*SPECS, LAMB], ids=lambda s: s.kind)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_sums_of_several_batches_are_added_as_torch_does(spec: OptimizerSpec, dtype: torch.dtype) -> None:
     """In the batches' order, whatever dtype they came in: the same rows, and the same bits again."""
     near = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-5}[dtype]

@@ -101,7 +101,7 @@ def _between_steps(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", [what for what in BETWEEN if what not in ("put_in", "swap")])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_happens_between_steps(what: str) -> None:
     first, second = run_ranks(2, _between_steps, what)
     assert first == second and "+first +second +twice +twice" in first

@@ -154,7 +154,7 @@ def check_training(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "adapted"])  # test_adapters has these
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_training_equals_one_process(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, check_training, name, (2,), ("tp",), sequence_parallel=sequence_parallel)
 

@@ -158,14 +158,14 @@ def on_tensor_axis(parameter: Any) -> Any:
 
 @pytest.mark.parametrize("kind", HOLDERS)
 @pytest.mark.parametrize("on", MESHES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_attentions_with_values_for_each_head_train_as_in_one_process(on: str, kind: str) -> None:
     """All of these attentions lay whole on every rank of the axis."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, kind)
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_styles_and_layouts_of_values(kind: str) -> None:
     path, style = HOLDERS[kind]
     model = Model(kind)

@@ -46,8 +46,8 @@ _GUIDED = 450e3
 _GUIDING, _GUIDING_MANY = 270e3, 150e3
 """in about so much of it: of few items, and of more."""
 _ON_HOSTS = 60e3
-_SLOTTED, _SLOTTED_MANY = 130e3, 200e3
-"""Work up to which starts with slots are packed, the same,"""
+_SLOTTED = 130e3
+"""Work up to which starts with slots are packed,"""
 _IN_VAIN, _IN_VAIN_OF_MANY = 7, 4
 """or until so many are no better than all before: of few items, and of more."""
 _PACKED = 6
@@ -212,11 +212,10 @@ def _with_slots(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_
     if not can_pack(problem, ranks_together(problem), SOME_HOSTS):
         return 0.0
     work, vain = 0.0, _IN_VAIN if len(problem.item_class) <= SHAKEN else _IN_VAIN_OF_MANY
-    most_work = _SLOTTED if len(problem.item_class) <= _FEW else _SLOTTED_MANY
     for of in _choices(problem, cuts):
         placement, worth = best.placement(), best.seconds
         loads = Loads(problem, of, placement)
-        for number, start in enumerate(slots(loads, optimum.own, placement, worth, most_work), 1):
+        for number, start in enumerate(slots(loads, optimum.own, placement, worth, _SLOTTED), 1):
             best.rival(pack_slots(loads, start), 0.0)
             if best.is_enough or out_of_time() or (number >= vain and best.seconds >= worth):
                 break
