@@ -62,12 +62,13 @@ bench-planner: .venv/.installed
 # The stamp goes first and comes last: an interrupted install leaves none, and the next run starts from an empty
 # environment. A finished one that is merely older than these files is brought up to date in place.
 # TorchRec comes alone (--no-deps): it asks for the CUDA build of FBGEMM, 490 MB; setup.cfg has what it imports.
+# Python compiles what is imported, once; pip would compile all of it (--no-compile), 40 seconds.
 .venv/.installed: setup.cfg pyproject.toml Makefile
 	test -f $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
-	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet --editable '.[planner,torchrec,numba,safetensors,dev]'
-	$(PY) -m pip install --quiet --no-deps torchrec==1.8.0
+	$(PY) -m pip install --quiet --no-compile torch==2.13.0
+	$(PY) -m pip install --quiet --no-compile --editable '.[planner,torchrec,numba,safetensors,dev]'
+	$(PY) -m pip install --quiet --no-compile --no-deps torchrec==1.8.0
 	touch $@
 
 clean:
