@@ -44,7 +44,8 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             note_left("the forward pass", error)
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
             raise_cause(error)
-            _explain_mixture(error)
+            if model.env.tensor_size > 1:
+                _explain_mixture(error)
         raise
 
 
