@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dmp import ranks
 from sharders.tensor_parallel.split.plain import plain
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.attentions import attentions_in
@@ -33,7 +33,7 @@ _ROUNDING = 1e-2
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
     """Have the model, and each part of it that is called alone, return attention weights of all heads.
 
-    Forward: of each such tensor that is returned one all-reduce of a number, then an all-gather. Backward: nothing.
+    Forward: of each such tensor that is returned an exchange of a number, then an all-gather. Backward: nothing.
 
     Args:
         model: before it is split.
@@ -98,9 +98,8 @@ def _are_of_softmax(weights: torch.Tensor, model: nn.Module, mesh: DeviceMesh) -
     is_one = (weights >= 0).all()
     if not model.training:  # where dropout makes what it leaves larger
         is_one &= (weights.sum(-1) <= 1 + _ROUNDING).all()
-    of_all = is_one.to(torch.int32)
-    dist.all_reduce(of_all, dist.ReduceOp.MIN, group=mesh.get_group())
-    return bool(of_all)
+    told = ranks.gather_words("attention weights that a split model gives out", [int(is_one), 0], mesh.get_group())
+    return all(of_rank[0] for of_rank in told)
 
 
 def _gathered(weights: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
