@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv
+from dmp import DistributedModelParallel, RanksError, ShardError, ShardingEnv
 from dmp.ranks import say_once
 from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
@@ -97,6 +97,20 @@ def test_numbers_of_split_weights() -> None:
         assert found == pytest.approx(expected)
         assert "full_tensor" in error
         assert len(heard) == 1 and "this rank's share" in heard[0]
+
+
+def asks_alone() -> str:
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    model = DistributedModelParallel(Ranged(), env)
+    with pytest.raises(RanksError) as error:
+        model.module.scaled(torch.ones(1)) if env.rank == 0 else model(torch.ones(1, 4))
+    return str(error.value)
+
+
+def test_a_rank_that_alone_asks_for_a_number_is_named() -> None:
+    """As one does that alone logs a temperature: what it gathers met the next forward's exchange, which ended both."""
+    for told in run_ranks(2, asks_alone):
+        assert "rank 0 is in scaled() of 'FSDPRanged', which gathers" in told and "rank 1 is in forward" in told
 
 
 class Mlp(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from dmp import ShardError, is_dtensor
+from dmp import ShardError, is_dtensor, ranks
 from sharders.data_parallel.fsdp_units import is_idle
 from sharders.data_parallel.past_hooks import MIXED, PAST
 
@@ -85,7 +85,14 @@ class _Whole(TorchFunctionMode):
             return func(*args[:written], *rest, **named)
 
     def _whole(self, value: Any) -> Any:
-        return value.full_tensor() if is_dtensor(value) and value.device_mesh in self.meshes else value
+        """Ranks say first that they gather: torch's exchange would meet another's of one that runs no such method."""
+        if not is_dtensor(value) or value.device_mesh not in self.meshes:
+            return value
+        for dim, placement in enumerate(value.placements):
+            if not placement.is_replicate():
+                what = f"{self.method}, which gathers what it reads from all ranks"
+                ranks.gather_words(what, [0, 0], value.device_mesh.get_group(dim))
+        return value.full_tensor()
 
 
 @functools.cache
