@@ -115,6 +115,8 @@ Others' objects
   its code reads a split weight as it was
 - `sharders/tensor_parallel/split/attention.py: module.__class__ =`: of one attention of torch's in the user's model, so
   that its forward is one of some of its heads
+- `sharders/tensor_parallel/split/own_heads.py: given.__class__ =`: of attention weights that a split attention gives
+  out, so that what is computed of them is of all heads
 - `sharders/tensor_parallel/split/wide_norms.py: module.__class__ =`: of one norm of the user's model, so that its code
   takes statistics over all ranks' features
 - `sharders/tensor_parallel/structure/claimed_width.py: module.__class__ =`: of one attention of the user's model that

@@ -123,6 +123,8 @@ Managed collision, of TorchRec
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
 Compiling
+- `torch._C._dynamo.eval_frame.get_eval_frame_callback`: whether code runs in what torch.compile runs, where it is not
+  traced itself: a class of tensors made there would come to code that is, which does not take it
 - `torch._compile._disable_dynamo`: what reads memory by its address is not traced; the public one would import the
   compiler at once
 

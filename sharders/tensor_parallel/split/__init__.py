@@ -7,6 +7,7 @@
 - `local`: Linears of several weights in one, or of (in, out), which torch's styles do not split
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `attention_weights`: attention weights of all heads, where a model gives them out
+- `own_heads`: what is of a rank's own heads, until something is computed of it
 - `wide_norms`: norms over all features, of which a rank has a part
 - `mixtures`: experts, by the inner size of each
 - `same_samples`: ranks that call a split model with different samples, told

@@ -1,23 +1,24 @@
-"""Attention weights of all heads, where a model gives them out: (B, heads, T, S) for T queries and S keys.
+"""Attention weights of all heads, where a model gives them out: (B, heads, T, S) for T queries, S keys, or means.
 
 A split attention has a rank's heads alone, and returns its weights beside its output: a loss of them, as where
-attention is distilled, was of a share on each rank, and trained each otherwise in silence. Most calls drop them, which
-is why they are marked where they are made, and brought together where they leave the model: the whole of it, or a part
-that is called alone, as `generate` calls an encoder. Keys and values for a cache come out of attentions as well, and
-stay a rank's own: they go back in. Weights are told from them by what a softmax leaves: numbers from 0 on that sum
-to 1.
+attention is distilled, was of a share on each rank, and trained each otherwise in silence. They are marked where they
+are made (`own_heads`), which the model's own code may compute of, and are plain where they leave the model: the whole
+of it, or a part that is called alone, as `generate` calls an encoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map
 
-from dmp import ranks
-from sharders.tensor_parallel.split.plain import plain
+from sharders.tensor_parallel.split.own_heads import Of, OwnHeads, mark, own, whole
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.attentions import attentions_in
 from sharders.tensor_parallel.structure.linears import is_joint_attention
@@ -26,14 +27,9 @@ from sharders.tensor_parallel.structure.transformer import Branch, outward
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_MARK = "_dmp_own_heads"
-_ROUNDING = 1e-2
-
 
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
     """Have the model, and each part of it that is called alone, return attention weights of all heads.
-
-    Forward: of each such tensor that is returned an exchange of a number, then an all-gather. Backward: nothing.
 
     Args:
         model: before it is split.
@@ -45,9 +41,11 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
     split = [b for b in found if all(family(styles.get(path, "")) == "colwise" for path in b.up)]
     # torch's own, which brings its weights together itself, is what computes by all of its weights at once.
     split = [b for b in split if not any(is_joint_attention(modules[path]) for path in (b.path, *b.up))]
-    makers = {path for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
-    for maker in makers:
-        modules[maker].register_forward_hook(_mark)
+    makers = {path: b for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
+    for path, of in makers.items():
+        maker = _Maker(mesh, of.heads.query // mesh.size() if of.heads else 0)
+        modules[path].register_forward_pre_hook(_back_in, with_kwargs=True)
+        modules[path].register_forward_hook(maker)
     running: list[nn.Module] = []
 
     def begin(module: nn.Module, *_: Any) -> None:
@@ -60,50 +58,83 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
         if running and running[-1] is module:
             running.pop()
         # In a backward pass, private in torch, a part is computed again, and gives what it gave.
-        return None if running or torch._C._current_graph_task_id() >= 0 else _whole(output, module, mesh)
+        return None if running or torch._C._current_graph_task_id() >= 0 else _plain(output)
 
     for path in sorted({outer for maker in makers for outer in outward(maker)}):
         modules[path].register_forward_pre_hook(begin)
         modules[path].register_forward_hook(end, always_call=True)
     if makers:
-        model.register_forward_hook(lambda module, _, output: _whole(output, module, mesh))
+        model.register_forward_hook(lambda _, __, output: _plain(output))
 
 
-def _mark(_: nn.Module, __: Any, output: Any) -> None:
-    for each in output[1:] if isinstance(output, tuple | list) else ():
-        if isinstance(each, torch.Tensor) and each.dim() == 4 and each.is_floating_point():
-            setattr(each, _MARK, True)
+@dataclass(frozen=True)
+class _Maker:
+    """A hook of an attention: marks what it gives out beside its output.
+
+    Args:
+        heads: that a rank has.
+    """
+
+    mesh: DeviceMesh
+    heads: int
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if not isinstance(output, tuple | list) or not output:
+            return None
+        kept = {id(buffer) for buffer in module.buffers()} if len(output) > 1 else set[int]()
+        now = {}
+        for number, each in enumerate(output):
+            if number and type(each) is torch.Tensor and each.is_floating_point() and id(each) not in kept:
+                is_made, heads = self._heads(each, output[0])
+                of = Of(self.mesh, heads, module.training)
+                if is_made and _is_compiled():
+                    now[number] = _at_once(each, of)
+                elif is_made:
+                    mark(each, of)
+        return type(output)(now.get(i, each) for i, each in enumerate(output)) if now else None
+
+    def _heads(self, given: torch.Tensor, output: Any) -> tuple[bool, int | None]:
+        """Whether it may be weights, and which dimension has heads: (B, heads, T, S), or with heads first, or means."""
+        if given.dim() == 4:
+            heads = next((dim for dim in (1, 0) if given.shape[dim] == self.heads), None)
+            return heads is not None, heads
+        if given.dim() != 3 or not isinstance(output, torch.Tensor) or output.dim() != 3:
+            return False, None
+        return given.shape[:2] in (output.shape[:2], output.shape[:2][::-1]), None
 
 
-def _whole(given: Any, model: nn.Module, mesh: DeviceMesh) -> Any:
+def _is_compiled() -> bool:
+    """Whether this is in what torch.compile runs, of which a part may run as written."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+
+
+@_disable_dynamo
+def _at_once(given: torch.Tensor, of: Of) -> torch.Tensor:
+    """Of all heads, in code that is compiled, where a class of tensors that exchanges something is not to be had."""
+    mark(given, of)
+    return whole(given)  # type: ignore[arg-type]
+
+
+def _back_in(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """An attention goes on with its own heads of what the one before gave it, as with biases of positions."""
+    if not any(isinstance(each, OwnHeads) for each in (*args, *kwargs.values())):
+        return None
+    changed: tuple[Any, Any] = tree_map(lambda each: own(each) if isinstance(each, OwnHeads) else each, (args, kwargs))
+    return changed
+
+
+def _plain(given: Any) -> Any:
     """The same, in its own mappings, with weights of all heads."""
-    if isinstance(given, torch.Tensor):
-        is_own = getattr(given, _MARK, False) and not given.is_meta
-        return _gathered(given, mesh) if is_own and _are_of_softmax(given.detach(), model, mesh) else given
+    if isinstance(given, OwnHeads):
+        return whole(given)
     if isinstance(given, dict):
         for key, each in list(given.items()):
-            new = _whole(each, model, mesh)
+            new = _plain(each)
             if new is not each:
                 given[key] = new
     elif isinstance(given, tuple | list):
-        items = [_whole(each, model, mesh) for each in given]
+        items = [_plain(each) for each in given]
         if any(new is not each for new, each in zip(items, given, strict=True)):
             kind: Any = type(given)
             return kind(*items) if hasattr(given, "_fields") else kind(items)
     return given
-
-
-def _are_of_softmax(weights: torch.Tensor, model: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether those of all ranks are: by its own numbers one rank alone might bring them together, and wait."""
-    is_one = (weights >= 0).all()
-    if not model.training:  # where dropout makes what it leaves larger
-        is_one &= (weights.sum(-1) <= 1 + _ROUNDING).all()
-    told = ranks.gather_words("attention weights that a split model gives out", [int(is_one), 0], mesh.get_group())
-    return all(of_rank[0] for of_rank in told)
-
-
-def _gathered(weights: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placed = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
-    return plain(placed.redistribute(placements=[Replicate()]))

@@ -1,0 +1,118 @@
+"""What a split attention gives out beside its output, of a rank's own heads: brought together where it is first used.
+
+Most calls drop attention weights, so nobody exchanges them where they are made. They stay what they are, and become a
+class that says what they are of: whatever is computed of them, be it a mean over heads, a stack of layers or a loss, is
+computed of all heads. Until they had that class, such numbers were of a rank's own heads, in silence.
+
+Keys and values for a cache come out of attentions as well, and so do biases of positions; they go back in, and stay a
+rank's own. Weights are told from them by what a softmax leaves, numbers from 0 on that sum to 1; and means of a rank's
+own heads from what all ranks have by being no rank's but its own. All ranks decide that together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from dmp import ranks
+from sharders.tensor_parallel.split.plain import plain, summed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ROUNDING = 1e-2
+_SAME = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "is_sparse")
+} | {
+    getattr(torch.Tensor, name)
+    for name in ("dim", "is_floating_point", "is_complex", "register_hook", "retain_grad", "requires_grad_")
+}
+"""What is alike of a rank's heads and of all, or is done to a rank's."""
+
+
+@dataclass(frozen=True)
+class Of:
+    """What a tensor is of.
+
+    Args:
+        mesh: the tensor axis.
+        heads: the dimension of heads; None where they are averaged.
+        is_scaled: dropout may have made what a softmax leaves larger.
+    """
+
+    mesh: DeviceMesh
+    heads: int | None
+    is_scaled: bool
+
+
+class OwnHeads(torch.Tensor):
+    """Of this rank's heads; what is computed of it is computed of all ranks'."""
+
+    _dmp_of: Of
+    _dmp_whole: torch.Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Of all heads, but for what is alike."""
+        kwargs = kwargs or {}
+        if func in _SAME:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda each: whole(each) if isinstance(each, OwnHeads) else each, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def mark(given: torch.Tensor, of: Of) -> None:
+    """Have a tensor say that it is of this rank's heads; who holds it already holds the same."""
+    given.__class__ = OwnHeads
+    given._dmp_of, given._dmp_whole = of, None  # type: ignore[attr-defined]
+
+
+def own(given: OwnHeads) -> torch.Tensor:
+    """This rank's, as a plain tensor: for an attention, which goes on with its own heads."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return given.as_subclass(torch.Tensor)
+
+
+def whole(given: OwnHeads) -> torch.Tensor:
+    """Of all heads, where it is weights; else as it is.
+
+    Forward: an exchange of two numbers, then an all-gather or, of means, an all-reduce; once for each tensor. Backward:
+    nothing.
+    """
+    if given._dmp_whole is None:
+        given._dmp_whole = _together(own(given), given._dmp_of)
+    return given._dmp_whole
+
+
+def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
+    if mine.is_meta:
+        return mine
+    values = mine.detach()
+    is_weights = (values >= 0).all()
+    if not of.is_scaled:
+        is_weights &= (values.sum(-1) <= 1 + _ROUNDING).all()
+    # By its own numbers one rank alone might bring them together, and wait.
+    print_of = int(values.double().square().sum().view(torch.int64)) if of.heads is None else 0
+    words = [int(is_weights), print_of]
+    told = ranks.gather_words("attention weights that a split model gives out", words, of.mesh.get_group())
+    if not all(of_rank[0] for of_rank in told):
+        return mine
+    if of.heads is not None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placed = DTensor.from_local(mine, of.mesh, [Shard(of.heads)], run_check=False)
+        return plain(placed.redistribute(placements=[Replicate()]))
+    is_one = all(of_rank == told[0] for of_rank in told)
+    return mine if is_one else summed(mine / of.mesh.size(), of.mesh)

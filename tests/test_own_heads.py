@@ -1,0 +1,122 @@
+"""What a model's own code computes of the attention weights that its split attentions give out: of all heads."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv
+from sharders.tensor_parallel.split import own_heads
+from tests.ranks import mesh, run_ranks
+
+DIM, HEADS, WORDS = 16, 4, 6
+
+
+class Attention(nn.Module):
+    """Returns (B, heads, T, T) weights; or with heads first, or their mean over heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = (of(x).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        weights = self.last = (q @ k.transpose(2, 3)).softmax(-1)
+        out = self.out((weights @ v).transpose(1, 2).flatten(2))
+        weights = weights.transpose(0, 1) if form == "heads first" else weights
+        return out, (weights.mean(1) if form == "mean of own" else weights) if form else None
+
+
+class Block(nn.Module):
+    """With what the form says of the weights in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Attention(), nn.Linear(DIM, 32), nn.Linear(32, DIM)
+
+    def forward(self, x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, weights = self.attention(x, form)
+        if form == "used" and weights is not None:
+            x = x + weights.amax((1, 3)).unsqueeze(2)
+        x = x + out
+        return x + self.down(self.up(x).relu()), weights
+
+
+class Model(nn.Module):
+    """A transformer that computes of its attentions' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, DIM), nn.Linear(DIM, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, form: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        x, kept = self.words(ids), list[torch.Tensor]()
+        for block in self.blocks:
+            x, weights = block(x, form)
+            kept += [] if weights is None else [weights]
+        value = kept[0] if kept else x
+        if form == "stack":
+            value = torch.stack(kept)
+        elif form == "rollout":
+            value = kept[0].mean(1) @ (kept[1].mean(1) + 1)
+        elif form == "entropy":
+            value = -(kept[0] * kept[0].log()).sum(-1).mean()
+        return self.head(x), value
+
+
+def _compiled(forms: tuple[str, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of hooks that it does not trace
+        _as_in_one_process(forms, True)
+
+
+def _as_in_one_process(forms: tuple[str, ...], compiled: bool = False) -> None:
+    torch.manual_seed(0)
+    oracle = Model().double()
+    model = DistributedModelParallel(copy.deepcopy(oracle), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    for block in model.module.blocks if compiled else ():
+        block.compile(backend="aot_eager")
+    ids = torch.randint(50, (3, WORDS))
+    for form in forms:
+        got, want = model(ids, form), oracle(ids, form)
+        torch.testing.assert_close(got, want, msg=lambda said, form=form: f"{form}: {said}")
+        assert type(got[1]) is torch.Tensor
+        for out, value in (got, want):
+            (out.square().mean() + value.square().mean()).backward()
+        for (name, mine), of in zip(model.named_parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), of.grad, msg=f"{form} {name}")  # type: ignore[union-attr]
+    if not compiled and form not in ("heads first", "mean of own"):
+        kept, whole = (m.blocks[0].attention.last for m in (model.module, oracle))
+        torch.testing.assert_close(kept.mean(1), whole.mean(1))
+
+
+def test_what_a_model_makes_of_weights_is_of_all_heads() -> None:
+    """It was of each rank's own heads, without a word, and a loss of it trained each rank otherwise."""
+    run_ranks(2, _as_in_one_process, ("heads first", "mean of own", "used", "entropy", "rollout", "stack"))
+
+
+@pytest.mark.slow
+def test_where_a_model_is_compiled() -> None:
+    run_ranks(2, _compiled, ("used", "mean of own", "stack"), timeout=300)
+
+
+def _dropped() -> None:
+    model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    ids = torch.randint(50, (3, WORDS))
+    with mock.patch.object(own_heads, "_together") as asked:
+        for block in model.module.blocks:
+            block.register_forward_hook(lambda _, __, output: (output[0], None))
+        model(ids, "stack and drop")
+    assert not asked.called
+
+
+def test_weights_that_nobody_reads_are_not_exchanged() -> None:
+    run_ranks(2, _dropped)
