@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv
-from sharders.tensor_parallel.split import own_heads
+from sharders.tensor_parallel.split import own_heads, program_hooks
 from tests.ranks import mesh, run_ranks
 
 DIM, HEADS, WORDS = 16, 4, 6
@@ -120,3 +120,43 @@ def _dropped() -> None:
 
 def test_weights_that_nobody_reads_are_not_exchanged() -> None:
     run_ranks(2, _dropped)
+
+
+def _hooked() -> None:
+    """From before wrapping: behind what converts; the whole at a branch's ends, a part inside, which is said once."""
+    oracle, seen = Model(), dict[tuple[bool, str], torch.Tensor]()
+    split = copy.deepcopy(oracle)
+    for model in (oracle, split):
+        for path in ("words", "blocks.0.attention", "blocks.0.attention.out", "blocks.0.up", "blocks.0.down"):
+            where = (model is split, path)
+            model.get_submodule(path).register_forward_hook(
+                lambda _, __, out, where=where: seen.update({where: out[0] if isinstance(out, tuple) else out})
+            )
+    wrapped = DistributedModelParallel(split, ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    ids = torch.randint(50, (3, WORDS))
+    with mock.patch.object(program_hooks.logger, "warning") as said:
+        wrapped(ids), wrapped(ids), oracle(ids)
+    assert said.call_count == 1
+    assert said.call_args[0][1] == "blocks.0.attention.out, blocks.0.up, blocks.0.down"
+    for (of_split, path), out in seen.items():
+        if of_split:
+            assert type(out) is torch.Tensor, path
+            whole = seen[False, path]
+            torch.testing.assert_close(out, whole.chunk(2, -1)[wrapped.env.rank] if path == "blocks.0.up" else whole)
+
+
+def _hooked_around() -> None:
+    model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    with mock.patch.object(program_hooks.logger, "warning") as said:
+        model.module.blocks[0].register_forward_hook(lambda *_: None)
+        model(torch.randint(50, (3, WORDS)))
+        assert not said.called
+        model.module.blocks[1].down.register_forward_pre_hook(lambda *_: None)
+        model(torch.randint(50, (3, WORDS)))
+    assert said.call_count == 1
+
+
+def test_hooks_of_the_program_inside_a_branch_are_told_of_parts() -> None:
+    """Those from before wrapping saw DTensors; the others a rank's features, without a word."""
+    run_ranks(2, _hooked)
+    run_ranks(2, _hooked_around)

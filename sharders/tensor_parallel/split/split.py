@@ -15,6 +15,7 @@ from sharders.tensor_parallel.split.attention_weights import gather_attention_we
 from sharders.tensor_parallel.split.local import split_local, split_weights
 from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.plain import writable
+from sharders.tensor_parallel.split.program_hooks import forward_hooks, run_last, tell_of_parts
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights, read_local
 from sharders.tensor_parallel.split.shared_keys import sum_shared_keys
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
@@ -32,7 +33,8 @@ def split(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int]
 ) -> None:
     """Split the model in place, in this order: attention weights given out -> shared inputs -> torch's styles -> hooks
-    on activations -> numbers of heads -> ties put back -> whole weights. No communication; parameters may be on meta.
+    on activations -> numbers of heads -> ties put back -> whole weights -> the program's own hooks. No communication;
+    parameters may be on meta.
 
     Args:
         mesh: the tensor axis.
@@ -40,7 +42,7 @@ def split(
         divided: (module path, attribute) -> its value on each rank.
     """
     keep_graphs()
-    ties = tied_places(model)
+    ties, earlier = tied_places(model), forward_hooks(model)
     attentions = {path for path in styles if is_joint_attention(model.get_submodule(path))}
     modules = {path: model.get_submodule(path) for path in styles}
     hooks.pad_nested(_encoder_layers(model, styles))
@@ -74,6 +76,8 @@ def split(
         keep_tie(places)
     on_parts = {id(modules[path]) for path, style in styles.items() if style in ON_PARTS}
     keep_whole_weights(model, mesh, on_parts, adding)
+    run_last(earlier)
+    tell_of_parts(model, mesh, styles)
 
 
 def _encoder_layers(model: nn.Module, styles: Mapping[str, Style]) -> list[nn.Module]:
