@@ -79,19 +79,29 @@ class _Maker:
     heads: int
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
-        if not isinstance(output, tuple | list) or not output:
+        compiled = _is_compiled()
+        out = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(out, torch.Tensor) and not compiled:
+            for each in vars(module).values():
+                if type(each) is torch.Tensor and self._is_kept(each, out):
+                    mark(each, Of(self.mesh, 1, module.training))
+        if out is output or len(output) < 2:
             return None
-        kept = {id(buffer) for buffer in module.buffers()} if len(output) > 1 else set[int]()
-        now = {}
-        for number, each in enumerate(output):
+        kept = {id(buffer) for buffer in module.buffers()}
+        items = list(output)
+        for number, each in enumerate(items):
             if number and type(each) is torch.Tensor and each.is_floating_point() and id(each) not in kept:
-                is_made, heads = self._heads(each, output[0])
+                is_made, heads = self._heads(each, out)
                 of = Of(self.mesh, heads, module.training)
-                if is_made and _is_compiled():
-                    now[number] = _at_once(each, of)
+                if is_made and compiled:
+                    items[number] = _at_once(each, of)
                 elif is_made:
                     mark(each, of)
-        return type(output)(now.get(i, each) for i, each in enumerate(output)) if now else None
+        return _like(output, items) if compiled else None
+
+    def _is_kept(self, given: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether it may be weights (B, heads, T, S) that an attention keeps to be looked at; out is (B, T, C)."""
+        return given.dim() == 4 and out.dim() == 3 and given.shape[:3] == (out.shape[0], self.heads, out.shape[1])
 
     def _heads(self, given: torch.Tensor, output: Any) -> tuple[bool, int | None]:
         """Whether it may be weights, and which dimension has heads: (B, heads, T, S), or with heads first, or means."""
@@ -133,8 +143,13 @@ def _plain(given: Any) -> Any:
             if new is not each:
                 given[key] = new
     elif isinstance(given, tuple | list):
-        items = [_plain(each) for each in given]
-        if any(new is not each for new, each in zip(items, given, strict=True)):
-            kind: Any = type(given)
-            return kind(*items) if hasattr(given, "_fields") else kind(items)
+        return _like(given, [_plain(each) for each in given])
     return given
+
+
+def _like(given: Any, items: list[Any]) -> Any:
+    """A tuple or list of the same kind with these items; the same where they are its own."""
+    if all(new is each for new, each in zip(items, given, strict=True)):
+        return given
+    kind: Any = type(given)
+    return kind(*items) if hasattr(given, "_fields") else kind(items)
