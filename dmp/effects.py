@@ -38,6 +38,8 @@ For the whole process, once
 - `dmp/state/numbers.py:
   DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] =`: a number that is
   made of what is split says that it is a rank's share
+- where there are no devices, torch's DTensors have what draws in them by the place of each part (dmp/state/drawn.py):
+  its own is for devices alone
 - `dmp/state/numbers.py: DTensor.numpy =`, `dmp/state/numbers.py: DTensor.tolist =`: where torch refuses an array or a
   list of what is split, the error says what gives the whole
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
@@ -92,6 +94,8 @@ The generators of random numbers
   `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
   no program's
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
+- `dmp/state/drawn.py: torch.default_generator.manual_seed`, `dmp/state/drawn.py: torch.set_rng_state`: what is drawn in
+  a part of a DTensor is drawn by its place, and takes one number of the program's
 - `dmp/random_numbers.py: torch.set_rng_state`, `dmp/random_numbers.py: random.setstate`: a look at a model, or at
   batches that are seen again, draws no numbers of the program, of NumPy's neither
 - `sharders/managed_collision/reset.py: torch.random.fork_rng`,

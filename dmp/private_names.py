@@ -28,6 +28,7 @@ Tensors
 - `_C`, `_functorch`: whether a tensor is one of torch.func's, which has no memory
 - `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`: what adds up a gradient, inside of torch.func too
 - `_calculate_fan_in_and_fan_out`: fans of a table are the whole's
+- `_random`, `_rng_tracker`: where torch keeps what counts the numbers that are drawn in DTensors
 - `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes, what an
   optimizer takes numbers of
 - `torch.utils._pytree.tree_map`, `torch.utils._pytree.tree_leaves`: what FSDP2 itself walks outputs with

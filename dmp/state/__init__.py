@@ -10,6 +10,7 @@ verified. In reading order:
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
 - `by_hand`: parts of tables that a program's own all-reduce or broadcast would mix
 - `numbers`: numbers of Python's that a program takes of what is split
+- `drawn`: what torch draws in DTensors on a CPU, by the place of each part
 - `chunks_of_state`: state dicts of torch's optimizers and TorchRec's keyed ones, with chunks as chunks
 - `strided_shards`: what torch reads and writes of weights that a rank holds several parts of
 - `torch_state_dict`: torch's own functions for state dicts, which give whole tensors where these are asked for

@@ -27,6 +27,7 @@ from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.by_hand import refuse_parts
+from dmp.state.drawn import draw_by_place
 from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.keyed_clipping import check_clipping
 from dmp.state.kinds import tell_kinds_apart
@@ -209,4 +210,5 @@ def _prepare() -> None:
 
 live.at_first_wrap(_prepare)
 live.when_imported("torchrec.optim.clipping", check_clipping)
-live.when_imported("torch.distributed.tensor", say_of_shares)
+for prepared in (say_of_shares, draw_by_place):
+    live.when_imported("torch.distributed.tensor", prepared)
