@@ -113,6 +113,28 @@ def test_the_launch_makes_the_group(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         DistributedModelParallel(nn.Linear(2, 1))
 
 
+def _in_inference_mode(axes: tuple[str, ...]) -> None:
+    """Wrapped there a model trains afterwards; made there it does not, which is said, but evaluates."""
+    env, module = ShardingEnv.from_mesh(mesh((2,), axes)), Net()
+    oracle = copy.deepcopy(module)
+    with torch.inference_mode():
+        model, made = DistributedModelParallel(module, env), Net()
+    loss_of(model, batch(env.rank)).backward()
+    for rank in range(2):
+        (loss_of(oracle, batch(rank)) / 2).backward()
+    mine = model.module.out.weight.grad
+    torch.testing.assert_close(getattr(mine, "full_tensor", lambda: mine)(), oracle.out.weight.grad)
+    with pytest.raises(ShardError, match=r"more parameters were made under torch.inference_mode\(\)"):
+        DistributedModelParallel(made, env)
+    DistributedModelParallel(made.requires_grad_(False), env)(batch(env.rank))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_wrapping_in_inference_mode(axis: str) -> None:
+    """It ended in torch's words, of version counters or of a node that None has not."""
+    run_ranks(2, _in_inference_mode, (axis,))
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from tests.wrapped_net import Net, batch, loss_of
@@ -121,7 +143,7 @@ torch.manual_seed(0)
 model = DistributedModelParallel(Net())
 assert not dist.is_initialized() or dist.get_world_size() == 2
 loss_of(model, batch(model.env.rank)).backward()
-print(f"size {model.env.size} gradient {float(model.out.weight.grad.sum()):.5f}")
+print(f"size {model.env.size} gradient {float(model.out.weight.grad.sum()):.5f}\\n", end="", flush=True)
 """
 
 

@@ -63,6 +63,7 @@ class Arguments:
         _check_data_parallel_wrapper(self.wrapper)
         _check_trackers(self.trackers)
         _check_not_wrapped(self.module)
+        _check_may_be_trained(self.module)
         sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
         for sharder in sharders:
             check_sharder_protocol(sharder)
@@ -184,6 +185,15 @@ def _check_not_wrapped(module: nn.Module) -> None:
             f"the module to wrap, {type(module).__name__}, is part of a wrapped model already or holds one: {where} "
             f"({type(each).__name__}) was put on a mesh before, and rank 0's pieces would overwrite the others'. Wrap "
             "the whole model once; to change mesh or plan: to_unsharded(model), or a checkpoint into a new model"
+        )
+
+
+def _check_may_be_trained(module: nn.Module) -> None:
+    made = [name for name, p in module.named_parameters() if p.requires_grad and p.is_inference()]
+    if made:
+        raise ShardError(
+            f"{made[0]!r} and {len(made) - 1} more parameters were made under torch.inference_mode(), where "
+            "nobody can train them. Make the model outside of it, or, to evaluate alone, model.requires_grad_(False)"
         )
 
 

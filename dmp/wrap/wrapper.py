@@ -96,7 +96,8 @@ class DistributedModelParallel(nn.Module):
             given = on_all_ranks(asked.checked, env)
             check_agreement(given.facts(), env)
             self._calls = Calls(f"the model that was wrapped at call {calls_so_far(env.everyone)}")
-            with without_collection(), marking_replaced(self, module), carrying_hooks(self, module):
+            trained = torch.inference_mode(False)  # parameters that it makes could not be
+            with trained, without_collection(), marking_replaced(self, module), carrying_hooks(self, module):
                 self._take(build(given, self._calls))
 
     def _hold(self, made: Assembly) -> None:
