@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import dmp
-from dmp import DistributedModelParallel, ShardError, row_wise, table_wise
+from dmp import DistributedModelParallel, ShardError, ranks, row_wise, table_wise
 from planner import ShardingPlanner
 from sharders import EmbeddingBagSharder
 from sharders.embedding.lookup.given_optimizers import optimizer_of
@@ -182,6 +183,25 @@ def test_frozen_tables_rest_while_weights_of_their_ids_learn() -> None:
     model.requires_grad_(True)
     model(torch.tensor([1, 2, 3]), torch.tensor([0, 1]), weights).sum().backward()
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("cls", "is_said"), [(torch.optim.SGD, False), (torch.optim.Adagrad, True)])
+def test_several_updates_in_a_pass_are_said(cls: type, is_said: bool) -> None:
+    """One process makes one of the sum of two lookups' gradients, which of SGD alone is the same."""
+    module, calls = nn.Embedding(5, 4), torch.tensor([[1, 2], [2, 3]])
+    _apply_optimizer_in_backward(cls, module.parameters(), {"lr": 0.1})
+    oracle = copy.deepcopy(module)
+    oracle.weight = nn.Parameter(oracle.weight.detach())
+    model, optimizer = DistributedModelParallel(module, plan={"weight": row_wise()}), cls(oracle.parameters(), lr=0.1)
+    with mock.patch.object(ranks, "say_once") as said:
+        for each in (model, oracle):
+            each(calls[0]).square().sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+        assert not said.called
+        for each in (model, oracle):
+            (each(calls[0]) * each(calls[1])).sum().backward()
+        optimizer.step()
+    assert said.called is is_said and torch.allclose(model.weight, oracle.weight) is not is_said
 
 
 def test_two_calls_of_weighted_bags_are_as_fbgemms() -> None:

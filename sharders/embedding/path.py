@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from dmp import ranks
 from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
@@ -51,11 +52,27 @@ class Path(Generic[Given]):
     def __init__(self, input_dist: InputDist, replicas: Replicas, dtype: torch.dtype, device: torch.device) -> None:
         self.input_dist, self.replicas, self.dtype, self.device = input_dist, replicas, dtype, device
         self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
+        self._last_pass = -1
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
 
     def wants_landing(self, call: Call) -> bool:
         """Whether gradients come back, and no sums beside them."""
         return (call.is_training or call.wants_weight_gradient) and (not self.store.local or self._sends_apart(call))
+
+    def _say_of_calls(self) -> None:
+        """Say, once, that a pass makes several updates of tables whose optimizers keep something of each gradient."""
+        this, before = torch._C._current_graph_task_id(), self._last_pass
+        self._last_pass = this
+        tables = [tbe for tbe in (*self.store.sharded, *self.store.local) if tbe.is_trainable]
+        keeping = [tbe.bank.spec for tbe in tables if tbe.bank.spec is not None and tbe.bank.spec.optimizer.state]
+        if this == before and keeping:
+            ranks.say_once(
+                f"tables are looked up more than once before a backward pass, and the {keeping[0].kind} that updates "
+                "them in it makes an update for each lookup, as under TorchRec, where an optimizer that is stepped "
+                "makes one of their sum: look all ids up in one call, or leave these tables' optimizer out of the "
+                "backward pass",
+                by_first=True,
+            )
 
     def _sends_apart(self, call: Call) -> bool:
         """Whether sums have an exchange of their own, as what they would be beside would be copied for it: more than
@@ -106,6 +123,7 @@ class Path(Generic[Given]):
                 end()
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]
+        self._say_of_calls()
         if self.peers.num_replicas > 1:
             with phase(spent, SYNC):
                 grads = [self.replicas.share(*of) for of in zip(grads, self._sizes(call), strict=True)]
