@@ -161,3 +161,19 @@ def test_hooks_of_the_program_inside_a_branch_are_told_of_parts() -> None:
     """Those from before wrapping saw DTensors; the others a rank's features, without a word."""
     run_ranks(2, _hooked)
     run_ranks(2, _hooked_around)
+
+
+def _copied_alone() -> None:
+    """Where an attention keeps its weights, which are no part of its state."""
+    model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    with torch.no_grad():
+        model(torch.randint(50, (3, WORDS)))
+    attention = model.module.blocks[0].attention
+    if model.env.rank == 0:
+        attention.copied = copy.deepcopy(attention.last)
+        assert type(attention.copied) is own_heads.OwnHeads
+    assert attention.last.shape[1] == HEADS
+
+
+def test_a_rank_copies_kept_weights_alone() -> None:
+    run_ranks(2, _copied_alone)

@@ -63,9 +63,11 @@ class Path(Generic[Given]):
         """Say, once, that a pass makes several updates of tables whose optimizers keep something of each gradient."""
         this, before = torch._C._current_graph_task_id(), self._last_pass
         self._last_pass = this
+        if this != before:
+            return
         tables = [tbe for tbe in (*self.store.sharded, *self.store.local) if tbe.is_trainable]
         keeping = [tbe.bank.spec for tbe in tables if tbe.bank.spec is not None and tbe.bank.spec.optimizer.state]
-        if this == before and keeping:
+        if keeping:
             ranks.say_once(
                 f"tables are looked up more than once before a backward pass, and the {keeping[0].kind} that updates "
                 "them in it makes an update for each lookup, as under TorchRec, where an optimizer that is stepped "

@@ -11,6 +11,7 @@ own heads from what all ranks have by being no rank's but its own. All ranks dec
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,12 @@ class OwnHeads(torch.Tensor):
                 return func(*args, **kwargs)
         args, kwargs = tree_map(lambda each: whole(each) if isinstance(each, OwnHeads) else each, (args, dict(kwargs)))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the same heads: a rank may copy its model alone."""
+        copied = copy.deepcopy(own(self), memo)
+        mark(copied, self._dmp_of)
+        return copied
 
 
 def mark(given: torch.Tensor, of: Of) -> None:
