@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+_EMPTY = CellType()
 
 
 def tensors_of(value: Any, where: str = "", *, as_held: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in what a model takes or returns, with its place.
 
     Args:
-        value: tensors; mappings, lists and tuples; TorchRec's keyed and jagged ones, by what they stand for; other
-            objects, by their attributes.
+        value: tensors; mappings, lists, tuples and queues; TorchRec's keyed and jagged ones, by what they stand for;
+            other objects, by their attributes.
         where: what the places begin with.
-        as_held: keyed and jagged ones by their attributes too: the very tensors that they hold, for hooks.
+        as_held: keyed and jagged ones by their attributes too, and what sets and functions hold: the very tensors, for
+            hooks.
     """
+    return _tensors_of(value, where, as_held, set())
+
+
+def _tensors_of(value: Any, where: str, as_held: bool, above: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`above`: what this is looked for in, by its identity: an object may hold one that holds it."""
     if isinstance(value, torch.Tensor):
         yield where, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_of(item, f"{where}[{key!r}]", as_held=as_held)
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from tensors_of(item, f"{where}[{i}]", as_held=as_held)
+    elif id(value) not in above:
+        above.add(id(value))
+        for place, item in _held_by(value, as_held):
+            yield from _tensors_of(item, where + place, as_held, above)
+        above.discard(id(value))
+
+
+def _held_by(value: Any, as_held: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (tuple, list, deque)) or (as_held and isinstance(value, Set)):
+        yield from ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, (type, ModuleType, nn.Module)):
+        return
     elif not as_held and callable(getattr(value, "to_dict", None)):
-        yield from tensors_of(value.to_dict(), where)
+        yield "", value.to_dict()
     elif not as_held and callable(getattr(value, "values", None)):
-        for part in ("values", "lengths"):
-            if callable(getattr(value, part, None)):
-                yield from tensors_of(getattr(value, part)(), f"{where}.{part}()")
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        yield from tensors_of(vars(value), where, as_held=as_held)
+        parts = (part for part in ("values", "lengths") if callable(getattr(value, part, None)))
+        yield from ((f".{part}()", getattr(value, part)()) for part in parts)
+    elif as_held and isinstance(value, FunctionType):
+        yield "", [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+    else:
+        yield "", getattr(value, "__dict__", {})
+        slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+        yield "", {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def map_nested(

@@ -1,8 +1,8 @@
-"""Errors that leave a backward pass: noted, for other ranks may wait in it, and three of torch's put into words.
+"""Errors that leave a backward pass: noted, for other ranks may wait in it, and some of torch's put into words.
 
 One is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
-parts part again, and the plain gradient of their sum meets DTensors. Another is of torch's search for NaN, and
-one of a weight of another shape than it was wrapped with.
+parts part again, and the plain gradient of their sum meets DTensors. Another is of torch's search for NaN,
+one of a weight of another shape than it was wrapped with, one of a block whose results nobody finds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _WORDS = {
     "aten._is_any_true": "torch looks for NaN in every gradient, and does not in DTensors: somebody has called "
     "torch.autograd.set_detect_anomaly(True), as libraries do when they are imported. Call it with False before the "
     "backward pass",
+    "are out of bounds for storage of size 0": "the backward pass came to a block whose weights were not gathered: "
+    "nothing that the block returned had a tensor of it, so that nobody saw the pass begin there. Blocks may return "
+    "tensors in lists, dicts, sets, objects and functions; one that returns a generator, or writes its result into an "
+    "argument, is to return the tensor too",
 }
 """What torch's error has in it -> what ours says."""
 
