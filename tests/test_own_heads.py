@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv
-from sharders.tensor_parallel.split import own_heads, program_hooks
+from sharders.tensor_parallel.split import attention_weights, own_heads, program_hooks
 from tests.ranks import mesh, run_ranks
 
 DIM, HEADS, WORDS = 16, 4, 6
@@ -161,6 +161,22 @@ def test_hooks_of_the_program_inside_a_branch_are_told_of_parts() -> None:
     """Those from before wrapping saw DTensors; the others a rank's features, without a word."""
     run_ranks(2, _hooked)
     run_ranks(2, _hooked_around)
+
+
+def _as_many_samples_as_heads() -> None:
+    """Where a dimension of as many may be either, what another batch has told, or the form of the output, decides."""
+    model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    for num in (3, HEADS // 2):
+        shape = model(torch.randint(50, (num, WORDS)), "heads first")[1].shape
+        assert shape == (HEADS, num, WORDS, WORDS)
+    maker = attention_weights._Maker(mesh((2,), ("tp",)), 2)
+    for out, heads in (((5, 2, 8), 0), ((2, 5, 8), 1), ((2, 2, 8), 1)):
+        of = maker._of(torch.empty(2, 2, 5, 5), torch.empty(out), False)
+        assert of is not None and of.heads == heads
+
+
+def test_as_many_samples_as_a_rank_has_heads() -> None:
+    run_ranks(2, _as_many_samples_as_heads)
 
 
 def _copied_alone() -> None:

@@ -9,7 +9,6 @@ of it, or a part that is called alone, as `generate` calls an encoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,16 +66,17 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
         model.register_forward_hook(lambda _, __, output: _plain(output))
 
 
-@dataclass(frozen=True)
 class _Maker:
-    """A hook of an attention: marks what it gives out beside its output.
+    """A hook of an attention: marks what it gives out beside its output, and what it keeps to be looked at.
 
     Args:
         heads: that a rank has.
     """
 
-    mesh: DeviceMesh
-    heads: int
+    def __init__(self, mesh: DeviceMesh, heads: int) -> None:
+        self.mesh, self.heads = mesh, heads
+        self.are_first: bool | None = None
+        """Whether its weights are (heads, B, T, S), where a batch has told heads from samples."""
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         compiled = _is_compiled()
@@ -91,11 +91,10 @@ class _Maker:
         items = list(output)
         for number, each in enumerate(items):
             if number and type(each) is torch.Tensor and each.is_floating_point() and id(each) not in kept:
-                is_made, heads = self._heads(each, out)
-                of = Of(self.mesh, heads, module.training)
-                if is_made and compiled:
+                of = self._of(each, out, module.training)
+                if of is not None and compiled:
                     items[number] = _at_once(each, of)
-                elif is_made:
+                elif of is not None:
                     mark(each, of)
         return _like(output, items) if compiled else None
 
@@ -103,14 +102,17 @@ class _Maker:
         """Whether it may be weights (B, heads, T, S) that an attention keeps to be looked at; out is (B, T, C)."""
         return given.dim() == 4 and out.dim() == 3 and given.shape[:3] == (out.shape[0], self.heads, out.shape[1])
 
-    def _heads(self, given: torch.Tensor, output: Any) -> tuple[bool, int | None]:
-        """Whether it may be weights, and which dimension has heads: (B, heads, T, S), or with heads first, or means."""
-        if given.dim() == 4:
-            heads = next((dim for dim in (1, 0) if given.shape[dim] == self.heads), None)
-            return heads is not None, heads
-        if given.dim() != 3 or not isinstance(output, torch.Tensor) or output.dim() != 3:
-            return False, None
-        return given.shape[:2] in (output.shape[:2], output.shape[:2][::-1]), None
+    def _of(self, given: torch.Tensor, out: Any, is_scaled: bool) -> Of | None:
+        """What weights (B, heads, T, S), or with heads first, or their means over heads, would be of."""
+        steps = out.shape[:2] if isinstance(out, torch.Tensor) and out.dim() == 3 else ()
+        if given.dim() == 3 and given.shape[:2] in (steps, steps[::-1]):
+            return Of(self.mesh, None, is_scaled)
+        may_be = [dim for dim in (1, 0) if given.dim() == 4 and given.shape[dim] == self.heads]
+        if len(may_be) == 1:
+            return Of(self.mesh, may_be[0], is_scaled, lambda: setattr(self, "are_first", may_be[0] == 0))
+        is_by_time = len({*steps}) == 2 and steps == given.shape[2:0:-1]  # (T, B, C)
+        are_first = is_by_time if self.are_first is None else self.are_first
+        return Of(self.mesh, 0 if are_first else 1, is_scaled) if may_be else None
 
 
 def _is_compiled() -> bool:

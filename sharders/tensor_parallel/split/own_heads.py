@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-2
 _SAME = {
     getattr(torch.Tensor, name).__get__
-    for name in ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "is_sparse")
+    for name in ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "_version")
+    + ("is_cuda", "is_nested", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn")
 } | {
     getattr(torch.Tensor, name)
-    for name in ("dim", "is_floating_point", "is_complex", "register_hook", "retain_grad", "requires_grad_")
+    for name in ("dim", "is_floating_point", "is_complex", "is_inference", "register_hook", "requires_grad_")
 }
 """What is alike of a rank's heads and of all, or is done to a rank's."""
 
@@ -44,11 +45,13 @@ class Of:
         mesh: the tensor axis.
         heads: the dimension of heads; None where they are averaged.
         is_scaled: dropout may have made what a softmax leaves larger.
+        told: called when it has turned out to be weights.
     """
 
     mesh: DeviceMesh
     heads: int | None
     is_scaled: bool
+    told: Callable[[], object] = lambda: None
 
 
 class OwnHeads(torch.Tensor):
@@ -56,6 +59,11 @@ class OwnHeads(torch.Tensor):
 
     _dmp_of: Of
     _dmp_whole: torch.Tensor | None
+
+    _base = None  # who writes it writes the whole, which is no view
+
+    def _is_view(self) -> bool:
+        return False
 
     @classmethod
     def __torch_function__(
@@ -116,6 +124,7 @@ def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
     told = ranks.gather_words("attention weights that a split model gives out", words, of.mesh.get_group())
     if not all(of_rank[0] for of_rank in told):
         return mine
+    of.told()
     if of.heads is not None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
