@@ -36,7 +36,7 @@ class Positions(nn.Module):
         places = torch.arange(length)
         apart = places[:, None] - places + MOST
         found: torch.Tensor = self.table(apart) if hasattr(self, "table") else self.bias[apart]
-        return found.permute(2, 0, 1)
+        return found.permute(2, 0, 1)  # heads first
 
 
 class Attention(nn.Module):
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.num_heads, self.kind = 2 if kind == "shared" else HEADS, kind
+        self.num_heads, self.kind = 2 if "shared" in kind else HEADS, kind
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         if kind == "sinks":
             self.sinks = nn.Parameter(torch.randn(HEADS))
@@ -82,6 +82,8 @@ class Attention(nn.Module):
         if self.kind == "shared":
             places = torch.arange(x.shape[1])
             scores = scores + torch.einsum("bhtd,tsd->bhts", q, self.apart[places[:, None] - places + MOST])
+        if self.kind == "shared outside" and bias is not None:
+            scores, bias = scores + torch.einsum("bhtd,dts->bhts", q, bias), None
         if hasattr(self, "positions"):
             bias = self.positions(x.shape[1])
         scores = scores if bias is None else scores + bias
@@ -108,12 +110,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`outside`: one bias for the attentions of all blocks."""
+    """`outside`: one bias for the attentions of all blocks, or what is as wide as each of their heads."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.positions = Positions(True) if kind == "outside" else None
+        self.positions = Positions(True) if "outside" in kind else None
+        if self.positions is not None and kind == "shared outside":
+            self.positions.table = nn.Embedding(2 * MOST, WIDTH // 2)
         self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,6 +137,7 @@ HOLDERS = {
     "table": ("blocks.1.attention.positions.table", "heads_1"),
     "bias": ("blocks.1.attention.positions", "heads_1"),
     "outside": ("positions.table", "heads_1"),
+    "shared outside": ("positions.table", "sum_gradients"),
     "distances": ("blocks.1.attention.bias_of.2", "colwise"),
     "buckets": ("blocks.1.attention.bias_of", "colwise_packed_3"),
     "each head": ("blocks.1.attention.turn", "sum_gradients"),
@@ -251,6 +256,25 @@ def test_what_is_outside_and_may_be_of_heads_is_not_split_without_them() -> None
     pages = [torch.randn(LENGTH, WIDTH) for _ in range(2)]
     known = TensorParallelSharder(example_inputs=(pages,)).place(OfPages("outside"), {}, TP)
     assert known.styles["positions.table"] == "heads_1" and known.styles["blocks.1.attention.q"] == "colwise"
+
+
+class Within(nn.Module):
+    """Cannot be run by a guess; what it holds can, alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = Model(kind)
+
+    def forward(self, pages: list[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(pages, list)
+        return self.inner(torch.stack(pages))  # type: ignore[no-any-return]
+
+
+def test_what_blocks_share_is_seen_of_what_is_around_them() -> None:
+    """As SpeechT5's relative positions: blocks were proved without, and the plan was then found wrong, an error."""
+    found = TensorParallelSharder().place(Within("shared outside"), {}, TP)
+    assert found.styles["inner.positions.table"] == "sum_gradients"
+    assert {f"inner.blocks.{i}.{name}" for i in (0, 1) for name in ("attention.q", "mlp.0")} <= set(found.styles)
 
 
 def test_what_values_for_each_head_are_not() -> None:

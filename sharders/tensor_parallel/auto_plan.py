@@ -144,38 +144,46 @@ def _decide(runs: ModelRuns, branches: list[Candidate], vocabulary: list[Candida
     branches = [each for each in branches if each not in biased]
     vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
+    of_blocks: list[str] = []
     try:
         # One block of each structure on its own, with hidden states.
-        styles, divided = _of_blocks(runs, _proved, notes, _merged(biased))
+        styles, divided = _of_blocks(runs, _proved, of_blocks, _merged(biased))
     except UnprovedError:
         notes.append(f"not proved: {failure}")
         branches, alone = _settled(runs, branches, notes)
         styles, divided = _verified(runs, branches, notes, {**_merged(biased), **alone[0]})
         styles, divided = {**styles, **alone[0]}, {**divided, **alone[1]}
     else:
-        notes.append(f"not proved outside the blocks: {failure}")
+        split = [each for each in branches if each.styles.keys() <= styles.keys()]
+        split = [replace(each, styles={path: styles[path] for path in each.styles}) for each in split]
+        if prove(runs, with_ties(runs.model, {**styles, **others}), [divided]).wrong:  # by what is around the blocks
+            return _proved(runs, [*split, *vocabulary], notes, alone=True)
+        notes += [*of_blocks, f"not proved outside the blocks: {failure}"]
     return {**styles, **others}, divided
 
 
-def _proved(runs: ModelRuns, candidates: list[Candidate], notes: list[str]) -> _Found:
+def _proved(runs: ModelRuns, candidates: list[Candidate], notes: list[str], *, alone: bool = False) -> _Found:
     """Take all if they are proved together, else those that are proved one by one.
 
+    Args:
+        alone: by the modules around them that run alone, where the model does not.
+
     Raises:
-        UnprovedError: the model does not run with guessed inputs, or is too large.
+        UnprovedError: without `alone`, the model does not run with guessed inputs, or is too large.
     """
     said: list[str] = []
-    kept, proof = candidates, _prove(runs, candidates, _TRIES)
+    kept, proof = candidates, _prove(runs, candidates, _TRIES, alone)
     if proof.divided is None:
         more = [replace(each, styles={**each.styles, **each.outside}) for each in candidates]
         if any(each.outside for each in candidates):
-            kept, proof = more, _prove(runs, more, _TRIES)
+            kept, proof = more, _prove(runs, more, _TRIES, alone)
     if proof.divided is None:
         kept, proof = [], PlanProof(divided={})
         for candidate in candidates:
             wrong = ""
             for styles in (candidate.styles, *candidate.otherwise):
                 this = replace(candidate, styles=styles)
-                with_this = _prove(runs, [*kept, this], _TRIES_OF_ONE)
+                with_this = _prove(runs, [*kept, this], _TRIES_OF_ONE, alone)
                 wrong = wrong or with_this.wrong or ""
                 if with_this.divided is not None:
                     kept, proof = [*kept, this], with_this
@@ -183,12 +191,13 @@ def _proved(runs: ModelRuns, candidates: list[Candidate], notes: list[str]) -> _
             else:
                 said.append(f"{candidate.name}: {BECAUSE} {wrong}")
     if guessed := {path for each in kept for path in each.outside}.intersection(proof.left):
-        return _proved(runs, [_without_outside(each, guessed) for each in candidates], notes)
+        return _proved(runs, [_without_outside(each, guessed) for each in candidates], notes, alone=alone)
     unseen = [each for each in kept if each.unless_proved and not each.styles.keys().isdisjoint(proof.left)]
     notes += said
     if unseen:
         notes += [f"{each.name}: left whole, {each.unless_proved}" for each in unseen]
-        return _proved(runs, [each for each in candidates if each.name not in {one.name for one in unseen}], notes)
+        seen = [each for each in candidates if each.name not in {one.name for one in unseen}]
+        return _proved(runs, seen, notes, alone=alone)
     notes.append(runs.verified() + proof.note)
     return _merged(kept), proof.divided or {}
 
@@ -200,10 +209,10 @@ def _without_outside(candidate: Candidate, paths: Collection[str]) -> Candidate:
     return replace(candidate, otherwise=otherwise, outside=outside)
 
 
-def _prove(runs: ModelRuns, candidates: list[Candidate], tries: int) -> PlanProof:
+def _prove(runs: ModelRuns, candidates: list[Candidate], tries: int, alone: bool) -> PlanProof:
     styles = _merged(candidates)
     tied = with_ties(runs.model, styles)
-    return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=False)
+    return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=alone)
 
 
 def _seen_vocabulary(

@@ -114,13 +114,19 @@ def _norms(runs: ModelRuns, block: Block, branch: Branch) -> list[str]:
 
 
 def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
-    """Of a model's modules that are in no attention, what holds values for each head; see [Note: values of heads]."""
+    """Of a model's modules that are in no attention, what holds values for each head; see [Note: values of heads]. And
+    what all heads share, as wide as one of them: of what each rank makes with its own heads, gradients are summed."""
     if branch.heads is None or branch.widths:
         return {}
-    branches = [(b, x) for b in runs.transformer.blocks for x in b.branches if x.heads is not None]
-    closed = [join_name(b.path, x.path) for b, x in branches]
+    blocks = runs.transformer.blocks
+    closed = [join_name(b.path, x.path) for b in blocks for x in b.branches if x.heads is not None]
     found = values_of_heads(runs.model, branch.heads, ()).items()
-    return {path: s for path, s in found if s in OF_HEADS and not any(is_inside(path, c) for c in closed)}
+    outside = {path: s for path, s in found if s in OF_HEADS and not any(is_inside(path, c) for c in closed)}
+    if branch.heads.size != runs.transformer.width:
+        for path, module in runs.model.named_modules():
+            if _is_wide(module, branch.heads.size) and not any(is_inside(path, block.path) for block in blocks):
+                outside.setdefault(path, "sum_gradients")
+    return outside
 
 
 def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
@@ -152,9 +158,19 @@ def _shared(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
     others = [b.path for b in block.branches if b.path and not is_inside(branch.path, b.path)]  # of a flat block's MLP
     of_head = branch.heads.size if branch.heads is not None and not branch.widths else None
     for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():
-        own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
-        is_single = {p.numel() for p in own} == {1}
-        is_wide = bool(own) and all(p.dim() > 1 and p.shape[-1] == of_head for p in own) and features_of(module) is None
+        is_single = {p.numel() for p in module.parameters(recurse=False) if not is_lazy(p)} == {1}
         path = join_name(branch.path, name)
-        if (is_single or is_wide) and path not in beside and not any(is_inside(path, other) for other in others):
+        if (
+            (is_single or _is_wide(module, of_head))
+            and path not in beside
+            and not any(is_inside(path, other) for other in others)
+        ):
             yield path
+
+
+def _is_wide(module: nn.Module, width: int | None) -> bool:
+    """Whether its own parameters, none of a Linear's or a convolution's, have rows as wide as this."""
+    if features_of(module) is not None or hasattr(module, "kernel_size"):
+        return False
+    own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
+    return bool(own) and all(p.dim() > 1 and p.shape[-1] == width for p in own)
