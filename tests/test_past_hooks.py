@@ -104,6 +104,42 @@ class ByWeight(Direct):
         return super().forward(ids) * self.layers[0].mixer.scale  # type: ignore[union-attr]
 
 
+class Reversing(Block):
+    """Has its gradient by a pass of its own, as reversible layers do."""
+
+    def backward_pass(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            self.run(x).backward(gradient)
+        assert x.grad is not None
+        return x.grad
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: nn.ModuleList) -> torch.Tensor:
+        ctx.layers, ctx.inputs = layers, []
+        for layer in layers:
+            ctx.inputs.append(x)
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        for layer, x in zip(reversed(ctx.layers), reversed(ctx.inputs), strict=True):
+            gradient = layer.backward_pass(x, gradient)
+        return gradient, None
+
+
+class Reversible(Direct):
+    def __init__(self) -> None:
+        super().__init__(Reversing)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Reversed.apply(self.rows(ids), self.layers)
+        return out
+
+
 RIGHT = (lambda: Direct(), lambda: Direct(Extending), lambda: InHelper())
 SAID = {
     ByMethod: r"^run\(\) of 'layers.0' is run \(test_past_hooks.py:\d+\) while the weights of 'layers.0' are in pieces",
@@ -140,6 +176,7 @@ def _run_otherwise() -> None:
             model(ids)
         at_once = DistributedModelParallel(kind(), env, data_parallel_wrapper=FSDPWrapper(units=[]))
         _trains(at_once, kind(), env)
+    _trains(DistributedModelParallel(Reversible(), env), Reversible(), env)  # it ended in the backward pass
 
 
 def test_blocks_that_are_run_otherwise() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dmp import NameIndex, ShardError, is_inside, join_name
-from sharders.data_parallel.in_turn import is_chosen, is_optional, runs_a_part, runs_in_turn
+from sharders.data_parallel.in_turn import goes_back_in, is_chosen, is_optional, runs_a_part, runs_in_turn
 
 _log = logging.getLogger("dmp")
 Units = Iterable[str | type[nn.Module]]
@@ -119,27 +119,31 @@ def units_in_turn(
     for path, block in blocks.items():
         unsure = dict(_unsure_above(module, path))
         others.update(unsure)
-        if not unsure and not _is_run_in_part(module, path):
+        if not unsure and not _run_in_part(module, path):
             kept[path] = block
     return kept, others
 
 
-def _is_run_in_part(module: nn.Module, path: str) -> bool:
-    """Whether a forward around the module calls something inside of it, when its own weights may be in pieces: they are
-    gathered with the root's then."""
+def _run_in_part(module: nn.Module, path: str) -> str:
+    """Who runs something inside of a module past itself, when its own weights may be in pieces, in words: they are
+    gathered with the root's then. A forward around it, or a method of its own, in a backward pass."""
+    kind: Any = type(module.get_submodule(path))
+    if method := goes_back_in(kind):
+        return f"{kind.__name__}.{method}() runs a backward pass of its own through parts of it"
     stack, _, place = path.rpartition(".")
     around, _, name = stack.rpartition(".")
     if not stack or not place.isdigit():
-        return False
-    return runs_a_part(cast("Any", type(module.get_submodule(around))), name, int(place))
+        return ""
+    is_run = runs_a_part(cast("Any", type(module.get_submodule(around))), name, int(place))
+    return "the model runs a part of it by itself too" if is_run else ""
 
 
 def say_of_unsure(module: nn.Module, ignored: Collection[str], units: Collection[str]) -> None:
     """Which blocks are no units, and why."""
     blocks = {path: block for path, block in repeated_blocks(module, ignored).items() if path not in units}
     for path in blocks:
-        if _is_run_in_part(module, path):
-            _log.warning("%r is gathered with the root, not by itself: the model runs a part of it by itself too", path)
+        if why := _run_in_part(module, path):
+            _log.warning("%r is gathered with the root, not by itself: %s", path, why)
     for path, owner in units_in_turn(module, blocks)[1].items():
         inside = {f"{block.rpartition('.')[0]}.*" for block in blocks if is_inside(block, path)}
         _log.warning(

@@ -67,6 +67,19 @@ def runs_a_part(owner: Any, name: str, index: int) -> bool:
     return any(func.attr not in _ITSELF and ast.unparse(func).startswith(of) for func in called)
 
 
+@cache
+def goes_back_in(owner: Any) -> str | None:
+    """Name of a method of a class, beside its `forward`, that runs a backward pass, as those of reversible layers do:
+    through modules that it calls, in the backward pass of the model."""
+    own = _classes(owner)
+    for name in dict.fromkeys(name for of in own for name in vars(of)):
+        function = None if name in _ITSELF else _written(own, name)
+        calls = (node.func for node in ast.walk(function or ast.Pass()) if isinstance(node, ast.Call))
+        if any(isinstance(func, ast.Attribute) and func.attr == "backward" for func in calls):
+            return name
+    return None
+
+
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
     """`forward`, and what it surely calls of the same class."""
     own = _classes(owner)
