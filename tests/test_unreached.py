@@ -400,12 +400,17 @@ def test_each_weight_steps_where_a_rank_has_nothing_of_it() -> None:
 
 
 def stepped_where_whole() -> list[str]:
-    """A scalar, which FSDP2 leaves whole, after each of several passes."""
+    """A scalar, which FSDP2 leaves whole, after each of several passes, with the model's output in them or without."""
     models, rank = made("shard"), torch.distributed.get_rank()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    for step in range(3):
-        branches(models[0], rank, step).backward()
-        ((branches(models[1], 0, step) + branches(models[1], 1, step)) / 2).backward()
+
+    def alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        scale: torch.Tensor = getattr(model, "module", model).scale
+        return (scale * (rank + step + 1)).exp()
+
+    for step, loss in enumerate((alone, branches, branches, alone, branches)):
+        loss(models[0], rank, step).backward()
+        ((loss(models[1], 0, step) + loss(models[1], 1, step)) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -16,6 +16,7 @@
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `read_outside`: methods that read a weight past the forward
 - `unreached`: gradients of dense parameters that the loss does not reach
+- `whole`: gradients of weights that lie whole where the others are split, in one exchange
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch
 - `static_graph`: torch's own treatment of a graph that stays the same
 - `pass_end`: what a backward pass runs at its end, and whether it raised before

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dmp import ShardError, ShardingEnv, is_dtensor
 from sharders.data_parallel.options import check_ddp
 from sharders.data_parallel.static_graph import StaticGraphDDP
-from sharders.data_parallel.unreached import AnyReachDDP, average_whole
+from sharders.data_parallel.unreached import AnyReachDDP
 from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
+from sharders.data_parallel.whole import average_whole
 
 
 class DDPWrapper:
@@ -74,5 +75,5 @@ class WholeWrapper:
         if not any(map(is_dtensor, whole.values())):
             return DDPWrapper().wrap(module, env, device, ignored)
         if group is not None and env.data_size > 1:
-            average_whole(module, list(whole), group)
+            average_whole(module, list(whole), group, env.everyone)
         return module

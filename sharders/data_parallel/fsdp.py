@@ -51,8 +51,9 @@ from sharders.data_parallel.unfinished import (
     refuse_steps,
     split_weights,
 )
-from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
+from sharders.data_parallel.unreached import hook_hidden, reduce_unreached_chunks
 from sharders.data_parallel.updated import SPLITS, refuse_updated
+from sharders.data_parallel.whole import average_whole
 from sharders.data_parallel.written_inside import keep_writes
 from sharders.tensor_parallel.split.plain import Own
 
@@ -202,7 +203,7 @@ class FSDPWrapper:
         refuse_steps(module, has_raised, split_weights)
         clear_by_zero_grad(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
-            average_whole(module, whole, group)
+            average_whole(module, whole, group, env.everyone)
 
     def _prepare(
         self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]

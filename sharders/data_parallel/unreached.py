@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
@@ -180,7 +179,7 @@ class AnyReachDDP(OwnRowsDDP):
     def _average(self) -> None:
         trained = [p for p in self._trained if p.requires_grad]
         dense, rows = ([p for p in trained if (id(p) in self._sparse) is is_sparse] for is_sparse in (False, True))
-        given = [*_average(dense, self.process_group), *average_rows(rows, self.process_group)]
+        given = [*average_gradients(dense, self.process_group), *average_rows(rows, self.process_group)]
         self._has_left = self.has_local = False
         self.has_averaged = True
         self._end.clear()
@@ -344,47 +343,7 @@ def _any_reach(kind: Any) -> Any:
     return AnyReach
 
 
-def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Average the gradients of these few parameters in one exchange at the end of each backward pass.
-
-    A mean of means is itself, so that it may repeat while gradients accumulate.
-
-    Args:
-        module: the root; parameters are looked up when it has run, for those on meta are replaced.
-        names: of parameters that nothing else averages.
-    """
-    end, later = PassEnd(), LaterHooks()
-
-    def begin(_: torch.Tensor) -> None:
-        if not end.is_queued:
-            end.queue(complete)
-            later.open()
-
-    def complete() -> None:
-        trained = [p for p in _of_names(module, names) if p.requires_grad]
-        given = _average(trained, group)
-        end.clear()
-        later.run(given)
-
-    def hook(_: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            later.take(_of_names(module, names))
-            for tensor in with_graph(output):
-                tensor.register_hook(begin)
-
-    module.register_forward_hook(hook)
-    held = partial(_of_names, names=names)
-    hear_of_copies(module, held)
-    refuse_steps(module, lambda _: end.has_raised, held)
-
-
-def _of_names(module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
-    # Not by attribute: beside split weights a backward pass reads these as plain tensors.
-    places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
-    return [p for owner, name in places if (p := owner._parameters[name]) is not None]
-
-
-def _average(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def average_gradients(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Average the gradients of parameters in one exchange.
 
     Returns:
