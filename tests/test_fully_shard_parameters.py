@@ -314,3 +314,33 @@ def other_bases_train(names: tuple[str, ...], mixed: bool) -> None:
 def test_classes_that_do_not_begin_with_torchs(names: tuple[str, ...], mixed: bool) -> None:
     """Python would not change a module of such a class to the one that torch makes."""
     run_ranks(2, other_bases_train, names, mixed)
+
+
+def frozen_for_a_forward() -> None:
+    """As a discriminator is for its generator's step; the model is whole from a forward to its backward pass."""
+    env = env_of((2,), ("shard",))
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()]
+    made.append(copy.deepcopy(made[0]))
+    models = [DistributedModelParallel(made[0], env), made[1]]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for step in range(4):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for model, plain, optimizer in zip(models, made, optimizers, strict=True):
+            rows = x.chunk(2)[env.rank] if model is models[0] else x
+            part = plain[2 * (step % 2)]
+            part.requires_grad_(False)
+            loss = model(rows).square().mean()
+            part.requires_grad_(True)
+            loss.backward()
+            assert all(p.grad is None for p in part.parameters()), "frozen in the forward"
+            assert all(p.requires_grad for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(models[0]).items():
+        torch.testing.assert_close(value, made[1].state_dict()[name])
+
+
+def test_what_is_thawed_before_the_backward_pass_trains_again() -> None:
+    """It rested from then on, in silence."""
+    run_ranks(2, frozen_for_a_forward)

@@ -275,6 +275,7 @@ def _any_reach(kind: Any) -> Any:
     class AnyReach(kind):  # type: ignore[misc]
         is_unreached = is_relaying = False
         is_kept_wide = False  # since a pass in `no_sync`: gradients are kept in the dtype in which they are averaged
+        is_trained: bool | None = None  # as it was gathered
         earlier: Any = None  # a gradient to which torch would add without a look at what
 
         def accumulate_unsharded_grad_if_needed(self) -> None:
@@ -286,9 +287,18 @@ def _any_reach(kind: Any) -> Any:
         def to_unsharded(self) -> None:
             """As torch's; what is gathered calls the hooks of the chunks, as DDP would, of this rank's own gradient."""
             super().to_unsharded()
+            self.is_trained = self.sharded_param.requires_grad
             if self.sharded_param._backward_hooks and not self.is_relaying:
                 self.is_relaying = True
                 self._unsharded_param.register_hook(self._relay)
+
+        def to_sharded(self) -> None:
+            """As torch's; what was frozen while it was gathered, or thawed, as between a forward and its backward pass,
+            stays so."""
+            super().to_sharded()
+            if self.is_trained is not None and self._unsharded_param.requires_grad != self.is_trained:
+                self.sharded_param.requires_grad_(not self.is_trained)
+            self.is_trained = None
 
         def _relay(self, gradient: torch.Tensor) -> torch.Tensor:
             for hook in list((self.sharded_param._backward_hooks or {}).values()):
