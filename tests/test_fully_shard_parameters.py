@@ -344,3 +344,24 @@ def frozen_for_a_forward() -> None:
 def test_what_is_thawed_before_the_backward_pass_trains_again() -> None:
     """It rested from then on, in silence."""
     run_ranks(2, frozen_for_a_forward)
+
+
+def hooked_after_a_forward() -> None:
+    env, x = env_of((2,), ("shard",)), torch.arange(16.0).view(4, 4)
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))]
+    made.append(copy.deepcopy(made[0]))
+    models = [DistributedModelParallel(made[0], env), made[1]]
+    for model, rows in zip(models, (x.chunk(2)[env.rank], x), strict=True):
+        loss = model(rows).square().mean()
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient * 0.5)
+        loss.backward()
+    for p, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), plain.grad)
+
+
+def test_a_hook_on_a_gradient_that_is_put_on_after_the_forward() -> None:
+    """It was not run in that pass, in silence."""
+    run_ranks(2, hooked_after_a_forward)

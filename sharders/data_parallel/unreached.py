@@ -321,6 +321,8 @@ def _any_reach(kind: Any) -> Any:
 
         @property
         def unsharded_grad_data(self) -> torch.Tensor:
+            if self.sharded_param._backward_hooks and not self.is_relaying:  # put on since it was gathered
+                self.unsharded_param.grad = self._relay(self.unsharded_param.grad)
             return self._reached(super().unsharded_grad_data)
 
         @property
