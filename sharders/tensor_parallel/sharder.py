@@ -21,6 +21,7 @@ from sharders.tensor_parallel.candidates import sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
+from sharders.tensor_parallel.split.looked_at import show_whole
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.same_gradients import compare_gradients
 from sharders.tensor_parallel.split.same_samples import compare_samples
@@ -150,6 +151,7 @@ class TensorParallelPlacement:
         random_state = _random_state(mesh.device_type)
         if self.styles:
             split(model, mesh, self.styles, self.divided)
+            show_whole(model, mesh, self.styles, self.env.everyone)
             compare_samples(model, mesh)
             if is_unproved:
                 compare_gradients(model, mesh)

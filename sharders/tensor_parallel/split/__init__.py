@@ -9,6 +9,7 @@
 - `attention_weights`: attention weights of all heads, where a model gives them out
 - `own_heads`: what is of a rank's own heads, until something is computed of it
 - `program_hooks`: the program's own hooks on what is split, behind all others, and told of parts
+- `looked_at`: programs' hooks on split Linears, which see what all ranks have
 - `wide_norms`: norms over all features, of which a rank has a part
 - `mixtures`: experts, by the inner size of each
 - `same_samples`: ranks that call a split model with different samples, told
