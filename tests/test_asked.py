@@ -274,3 +274,37 @@ def by_hand() -> tuple[int, int, int]:
 def test_a_step_by_gradients_of_a_rank_s_own_by_hand_is_said() -> None:
     """Copies parted in silence, as where gradients of single samples are clipped."""
     assert run_ranks(2, by_hand) == [(0, 1, 0)] * 2
+
+
+class Within(nn.Module):
+    """Runs all of its backward passes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        loss: torch.Tensor = self.last(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+
+def passes_within(axis: str) -> str:
+    model = DistributedModelParallel(Within(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 4))
+    except ShardError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_backward_pass_inside_of_the_forward_is_told(axis: str) -> None:
+    """Where weights are split it ended the process, for memory was let go of, or trained nothing, in silence."""
+    for said in run_ranks(2, passes_within, axis):
+        assert "inside of" in said and "return the loss from it" in said

@@ -12,6 +12,7 @@ returns to the pass that it is in, which averages it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,12 +21,16 @@ import torch
 from torch import nn
 
 from dmp import ShardError, ranks
-from sharders.data_parallel.fsdp_units import name_of, weights
+from sharders.data_parallel.fsdp_units import name_of, units_of, weights, weights_below
 from sharders.data_parallel.later_hooks import wake
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
 
+RETURN_THE_LOSS = "end the forward first, return the loss from it, and call backward() on that"
+"""What to do about a backward pass inside of a forward."""
+
 _split: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+_running: list[Any] = []  # whose forward runs, the innermost last
 _averaged: WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]] = WeakKeyDictionary()
 
 
@@ -37,6 +42,19 @@ def hear_of_split(root: nn.Module) -> None:
     """
     _split[root] = None
     ranks.around_backward(_hearing)
+    own = root.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        _running.append(root)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    root.forward = forward
 
 
 def hear_of_copies(of: Any, held: Callable[[Any], Iterable[torch.Tensor]]) -> None:
@@ -56,13 +74,32 @@ def _hearing(own: Any, *args: Any, **options: Any) -> Any:
         if len(args) < 5 or not (_split or args[4]):
             return own(*args, **options)
         with hearing_of_pass(_split), backward_pass(args[0], _split, bool(args[3])):
-            return _asking(own, *args, **options) if args[4] else own(*args, **options)
+            found = _asking(own, *args, **options) if args[4] else own(*args, **options)
+        if options.get("accumulate_grad"):
+            _refuse_inside()
+        return found
     except RuntimeError as error:  # of a collective of torch's
         ranks.raise_cause(error)
         raise
     finally:
         if torch._C._current_graph_task_id() < 0:  # no pass within a pass
             wake()
+
+
+def _refuse_inside() -> None:
+    """Raise where a pass inside of a model's forward has come to its weights: FSDP2 averages behind a forward, and has
+    let go of what the rest of it computes with."""
+    for root in _running if torch._C._current_graph_task_id() < 0 else ():
+        has_gradient = any(_has_gradient(weight) for weight in weights_below(root))
+        if has_gradient or any(unit.is_sharded for unit in units_of([root])):
+            raise ShardError(
+                f"a backward pass inside of the forward of {type(root).__name__} has come to its weights, which are "
+                f"whole, and averaged, around a forward alone: {RETURN_THE_LOSS}"
+            )
+
+
+def _has_gradient(weight: Any) -> bool:
+    return hasattr(weight, "_unsharded_param") and weight._unsharded_param.grad is not None
 
 
 def _asking(

@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
-from sharders.data_parallel.asked import hear_of_copies
+from sharders.data_parallel.asked import RETURN_THE_LOSS, hear_of_copies
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.fsdp_units import weights_below
 from sharders.data_parallel.later_hooks import LaterHooks, rest
@@ -98,8 +98,16 @@ class AnyReachDDP(OwnRowsDDP):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What DDP exchanges first: plain memory, inside of torch.func's `jvp`, `vmap` and their like, too."""
-        with temporarily_clear_interpreter_stack():
-            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            with temporarily_clear_interpreter_stack():
+                return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "initialize_buckets" not in str(error):
+                raise
+            raise ShardError(
+                f"the first backward pass of {type(self.module).__name__} ran inside of its forward, and none came "
+                f"behind it, which DDP waits for: {RETURN_THE_LOSS}"
+            ) from error
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         """Buffers, see buffers.py."""
