@@ -8,7 +8,7 @@
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `attention_weights`: attention weights of all heads, where a model gives them out
 - `own_heads`: what is of a rank's own heads, until something is computed of it
-- `program_hooks`: the program's own hooks on what is split, behind all others, and told of parts
+- `program_hooks`: the program's own hooks on what is split, behind all others; backward hooks, told of parts
 - `looked_at`: programs' hooks on split Linears, which see what all ranks have
 - `wide_norms`: norms over all features, of which a rank has a part
 - `mixtures`: experts, by the inner size of each

@@ -1,9 +1,8 @@
 """Hooks of the program on modules that are split: they run last, and are told where they see a rank's part.
 
-What goes in and out of a split Linear is converted by hooks, ours and torch's. One that the program had put there
-before ran ahead of these, and saw DTensors that no other code sees. Behind them it sees what the model's code sees: the
-whole where a branch begins and ends, and inside it this rank's features or heads. A statistic of these is a number that
-looks right, so that is said.
+What goes in and out of a split module is converted by hooks, ours and torch's. One that the program had put there
+before ran ahead of these, and saw DTensors that no other code sees. Inside a branch forward hooks are shown the whole
+(`looked_at`); those on gradients see this rank's, of which a statistic is a number that looks right, so that is said.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dmp")
 
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_KINDS = ("_backward_pre_hooks", "_backward_hooks")
 _OURS = ("torch", "dmp", "sharders", "planner")
 _WHOLE = ("colwise_gather", "colwise_loss_parallel")
 """What these take and give is whole, or says what it is."""
@@ -42,7 +41,7 @@ def run_last(hooks: Mapping[nn.Module, list[int]]) -> None:
 
 
 def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
-    """Say, once, in a forward, which modules have hooks of the program that see a rank's part."""
+    """Say, once, in a forward, which modules have hooks on gradients that see a rank's part."""
     watched = _inside(dict(model.named_modules()), styles)
     tables = [getattr(module, kind) for module in watched.values() for kind in _KINDS]
     num_known = -1
@@ -57,8 +56,8 @@ def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style
             told.remove()
             (axis,) = mesh.mesh_dim_names or ("tensor",)
             logger.warning(
-                "hooks of the program on %s%s see this rank's part along axis %r (%d ranks) of what goes in or out: "
-                "these modules are split; hooks on the attention, MLP or block around them see the whole",
+                "backward hooks on %s%s see gradients of this rank's part along axis %r (%d ranks), for these modules "
+                "are split; hooks on the attention, MLP or block around them see the whole's",
                 ", ".join(found[:3]),
                 f" and {len(found) - 3} more" if len(found) > 3 else "",
                 axis,
