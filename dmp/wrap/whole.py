@@ -14,16 +14,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.moving.buffers import Batch, batches, cut_out, num_bytes, places, room_in
+from dmp.moving.mover import Mover, Moving
 from dmp.moving.routes import Rectangle
 from dmp.ranks import entry, fail_together, gather_objects, gather_words
-
-_BUFFER_BYTES = 4 << 20
 
 
 def gather(
@@ -93,7 +90,7 @@ def _gather(
         where = torch.device("cpu") if cpu else mine[name].device if name in mine else env.device
         return torch.empty(size, dtype=dtype, device=where)
 
-    def ready() -> tuple[dict[int | None, list[tuple[str, Rectangle]]], dict[str, Any]]:
+    def ready() -> tuple[dict[str, list[list[Rectangle]]], dict[str, Any]]:
         if problem is not None:
             raise problem
         names = dict.fromkeys([*state, *(name for known in everyone for name in known)]) if keep else ()
@@ -101,54 +98,38 @@ def _gather(
             name: copied(state[name]) if name in state and name not in mine else receiver(name) for name in names
         }
 
-    sends, result = fail_together(ready, everywhere, what)
-    local = {(name, at): chunk for name, t in mine.items() for at, chunk in zip(t.offsets, t.chunks, strict=True)}
-    buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
-    for owner, rectangles in sends.items():
-        is_here = owner in (None, env.table_rank)
-        have = [local[name, at] for name, (at, _) in rectangles] if is_here else []
-        room = [cut_out(result[name], (0,) * len(of[0]), of) for name, of in rectangles] if keep else []
-        for to, value in zip(room, have, strict=True) if keep and is_here else ():
-            to.copy_(value)
-        if owner is None or (rank0_only and (owner == 0 or env.table_rank not in (0, owner))):
-            continue
-        for batch in batches(have if is_here else room, _BUFFER_BYTES):
-            buffer, sent = room_in(buffer, num_bytes(batch))
-            _transfer(batch, sent, owner, env, rank0_only)
+    senders, result = fail_together(ready, everywhere, what)
+
+    def moving(name: str, old: list[list[Rectangle]]) -> Moving:
+        size = next(known[name][0] for known in everyone if name in known)
+        whole = [((0,) * len(size), size)]
+        new = [whole if rank == 0 or not rank0_only else [] for rank in range(env.table_size)]
+        local = dict(zip(mine[name].offsets, mine[name].chunks, strict=True)) if name in mine else {}
+        have = [local[at] for at, _ in old[env.table_rank]]
+        return Moving(old, new, have, [result[name]] if keep else [], size)
+
+    if takes_part:
+        Mover(group, env.device, what).move(moving(name, old) for name, old in senders.items())
     for name in [name for name in out or () if name in result and any(name in known for known in everyone)]:
         if out is not None and result[name] is not out[name]:  # of another dtype
             result[name] = out[name].copy_(result[name])
     return result
 
 
-def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[str, Rectangle]]]:
-    """Pieces by the rank that sends them; under None those that every rank holds already."""
-    holders: dict[tuple[str, Rectangle], list[int]] = {}
+def _who_sends(everyone: list[dict[str, Any]]) -> dict[str, list[list[Rectangle]]]:
+    """For each tensor the pieces by the rank that sends them; those that every rank holds are nobody's to send."""
+    holders: dict[str, dict[Rectangle, list[int]]] = {}
     for rank, known in enumerate(everyone):
         for name, (_, _, pieces) in known.items():
             for piece in pieces:
-                holders.setdefault((name, piece), []).append(rank)
-    covered: dict[str, int] = {}
-    sends: dict[int | None, list[tuple[str, Rectangle]]] = {}
-    for (name, piece), ranks in holders.items():
-        covered[name] = covered.get(name, 0) + prod(piece[1])
-        sends.setdefault(None if len(ranks) == len(everyone) else ranks[0], []).append((name, piece))
+                holders.setdefault(name, {}).setdefault(piece, []).append(rank)
     for name, (size, _, _) in {n: known[n] for known in everyone for n in known}.items():
-        if covered.get(name, 0) != prod(size):
-            raise ShardError(f"the ranks' pieces of {name!r} hold {covered.get(name, 0)} of {prod(size)} elements")
-    return sends
-
-
-def _transfer(batch: Batch, buffer: torch.Tensor, owner: int, env: ShardingEnv, rank0_only: bool) -> None:
-    """Send one buffer from its owner, whose pieces these are, to every rank, or to rank 0, and place what came."""
-    group, is_owner = env.table_group, owner == env.table_rank
-    for piece, place in places([batch], [len(buffer)], buffer) if is_owner else ():
-        place.copy_(piece)
-    if not rank0_only:
-        dist.broadcast(buffer, group=group, group_src=owner)
-    elif is_owner:
-        dist.send(buffer, group=group, group_dst=0)
-    else:
-        dist.recv(buffer, group=group, group_src=owner)
-    for piece, place in places([batch], [len(buffer)], buffer) if not is_owner else ():
-        piece.copy_(place)
+        covered = sum(prod(sizes) for _, sizes in holders.get(name, ()))
+        if covered != prod(size):
+            raise ShardError(f"the ranks' pieces of {name!r} hold {covered} of {prod(size)} elements")
+    senders: dict[str, list[list[Rectangle]]] = {name: [[] for _ in everyone] for name in holders}
+    for name, held in holders.items():
+        for piece, ranks in held.items():
+            for rank in ranks if len(ranks) == len(everyone) else ranks[:1]:
+                senders[name][rank].append(piece)
+    return senders
