@@ -25,6 +25,7 @@ from dmp.errors import ShardError
 from dmp.foreign import type_name
 from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
+from dmp.put_around import put_inside
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.by_hand import refuse_parts
 from dmp.state.drawn import draw_by_place
@@ -157,7 +158,7 @@ def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, in
 
 
 def _total_norm(
-    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    own: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     """As torch's; gradients of a wrapped model, and its weights, count over all ranks of its mesh."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -171,7 +172,7 @@ def _total_norm(
             norms.append(_whole_norm(shares.values, float(norm_type), model.env))
             rest = {key: tensor for key, tensor in rest.items() if key not in shares}
     if not norms:
-        return _norm_of(tensors, norm_type, error_if_nonfinite, foreach)
+        return own(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     if rest:
         norms.append(_norm_of(list(rest.values()), norm_type, False, foreach).to(norms[0]))
     total = _norm_of(norms, norm_type, error_if_nonfinite).to(_dtype_of_norm(tensors))
@@ -182,30 +183,18 @@ def _dtype_of_norm(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
+def _of_successors(own: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
     """The same, where an optimizer from before wrapping gives its old parameters, see earlier_optimizers.py."""
-
-    def clip(parameters: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        found = successors(parameters)
-        return body((p for p in found) if isinstance(parameters, GeneratorType) else found, *args, **options)
-
-    return clip
-
-
-def _stand_in(function: Any, body: Callable[..., Any]) -> None:
-    """Put a body in the place of the one that torch's decorator holds."""
-    cell = next(c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
-    cell.cell_contents = body
+    found = successors([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    return own((p for p in found) if isinstance(parameters, GeneratorType) else found, *args, **options)
 
 
 def _prepare() -> None:
     tell_kinds_apart()
     refuse_parts()
     for function in (torch_clip.clip_grad_norm_, torch_clip.clip_grad_value_, torch_clip._clip_grads_with_norm_):
-        _stand_in(function, _of_successors(function.__wrapped__))
-    _stand_in(torch_clip._get_total_norm, _total_norm)
+        put_inside(function, _of_successors)
+    put_inside(torch_clip._get_total_norm, _total_norm)
 
 
 live.at_first_wrap(_prepare)
