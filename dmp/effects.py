@@ -112,9 +112,8 @@ Others' objects
 - `dmp/ranks/groups.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
 - `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are
   threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back
-- `sharders/data_parallel/unreached.py: held.__class__ =`: of one FSDP2 parameter of ours, so that what got no gradient
-  is marked
-- `sharders/data_parallel/written_inside.py: held.__class__ =`: likewise, so that what a model writes into it lasts
+- `sharders/data_parallel/fsdp_units.py: weight.__class__ =`: of one FSDP2 parameter of ours, so that what got no
+  gradient is marked, and what a model writes into it lasts
 - `sharders/tensor_parallel/split/replicated_weights.py: owner.__class__ =`: of one module of the user's model, so that
   its code reads a split weight as it was
 - `sharders/tensor_parallel/split/attention.py: module.__class__ =`: of one attention of torch's in the user's model, so

@@ -5,10 +5,13 @@ Private to torch, as what they hold: nothing public tells what a forward compute
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from dmp import join_name
+
+OfWeights: Any = object  # base of what weights are to be too: torch's `FSDPParam` stands behind it
 
 
 def states(root: Any) -> list[Any]:
@@ -52,3 +55,15 @@ def name_of(root: Any, weight: Any) -> str:
     """Where a weight is in the model."""
     place = weight._module_info
     return join_name(next((path for path, m in root.named_modules() if m is place.module), ""), place.param_name)
+
+
+def be_too(kind: type, weights: Sequence[Any]) -> Sequence[Any]:
+    """Have these weights be of a kind too, which stands before their own."""
+    for weight in weights:
+        weight.__class__ = _both(kind, type(weight))  # type: ignore[arg-type]
+    return weights
+
+
+@cache
+def _both(kind: type, of: type) -> type:
+    return type(kind.__name__, (kind, of), {})

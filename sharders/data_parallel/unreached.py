@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
 from sharders.data_parallel.asked import RETURN_THE_LOSS, hear_of_copies
 from sharders.data_parallel.buffers import Buffers
-from sharders.data_parallel.fsdp_units import weights_below
+from sharders.data_parallel.fsdp_units import OfWeights, be_too, weights_below
 from sharders.data_parallel.later_hooks import LaterHooks, rest
 from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.sparse_rows import OwnRowsDDP, average_rows, no_rows
@@ -260,8 +260,7 @@ def reduce_unreached_chunks(module: Any) -> None:
         module: the root, after `fully_shard`.
     """
     module.set_reduce_scatter_unused_params(True)
-    for held in weights_below(module):
-        held.__class__ = _any_reach(type(held))  # type: ignore[arg-type]
+    be_too(_AnyReach, weights_below(module))
 
 
 def hook_hidden(module: Any, output: Any) -> None:
@@ -276,91 +275,85 @@ def hook_hidden(module: Any, output: Any) -> None:
         module._get_fsdp_state()._register_pre_backward_hook(hidden)
 
 
-@cache
-def _any_reach(kind: Any) -> Any:
-    """The subclass of torch's `FSDPParam` that marks what is nobody's gradient, and calls hooks."""
+class _AnyReach(OfWeights):  # type: ignore[misc]
+    is_unreached = is_relaying = False
+    is_kept_wide = False  # since a pass in `no_sync`: gradients are kept in the dtype in which they are averaged
+    is_trained: bool | None = None  # as it was gathered
+    earlier: Any = None  # a gradient to which torch would add without a look at what
 
-    class AnyReach(kind):  # type: ignore[misc]
-        is_unreached = is_relaying = False
-        is_kept_wide = False  # since a pass in `no_sync`: gradients are kept in the dtype in which they are averaged
-        is_trained: bool | None = None  # as it was gathered
-        earlier: Any = None  # a gradient to which torch would add without a look at what
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """As torch's, which each average begins with; what one kept back that came to no sum over all ranks."""
+        if self.earlier is not None:
+            self.sharded_param.grad, self.earlier = self.earlier, None
+        super().accumulate_unsharded_grad_if_needed()
 
-        def accumulate_unsharded_grad_if_needed(self) -> None:
-            """As torch's, which each average begins with; what one kept back that came to no sum over all ranks."""
-            if self.earlier is not None:
-                self.sharded_param.grad, self.earlier = self.earlier, None
-            super().accumulate_unsharded_grad_if_needed()
+    def to_unsharded(self) -> None:
+        """As torch's; what is gathered calls the hooks of the chunks, as DDP would, of this rank's own gradient."""
+        super().to_unsharded()
+        self.is_trained = self.sharded_param.requires_grad
+        if self.sharded_param._backward_hooks and not self.is_relaying:
+            self.is_relaying = True
+            self._unsharded_param.register_hook(self._relay)
 
-        def to_unsharded(self) -> None:
-            """As torch's; what is gathered calls the hooks of the chunks, as DDP would, of this rank's own gradient."""
-            super().to_unsharded()
-            self.is_trained = self.sharded_param.requires_grad
-            if self.sharded_param._backward_hooks and not self.is_relaying:
-                self.is_relaying = True
-                self._unsharded_param.register_hook(self._relay)
+    def to_sharded(self) -> None:
+        """As torch's; what was frozen while it was gathered, or thawed, as between a forward and its backward pass,
+        stays so."""
+        super().to_sharded()
+        if self.is_trained is not None and self._unsharded_param.requires_grad != self.is_trained:
+            self.sharded_param.requires_grad_(not self.is_trained)
+        self.is_trained = None
 
-        def to_sharded(self) -> None:
-            """As torch's; what was frozen while it was gathered, or thawed, as between a forward and its backward pass,
-            stays so."""
-            super().to_sharded()
-            if self.is_trained is not None and self._unsharded_param.requires_grad != self.is_trained:
-                self.sharded_param.requires_grad_(not self.is_trained)
-            self.is_trained = None
+    def _relay(self, gradient: torch.Tensor) -> torch.Tensor:
+        for hook in list((self.sharded_param._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
-        def _relay(self, gradient: torch.Tensor) -> torch.Tensor:
-            for hook in list((self.sharded_param._backward_hooks or {}).values()):
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-            return gradient
+    def to_accumulated_grad_if_needed(self) -> None:
+        """As torch's, which leaves what has no gradient yet to come in another dtype than the others."""
+        super().to_accumulated_grad_if_needed()
+        self.is_kept_wide = self.reduce_dtype is not None
 
-        def to_accumulated_grad_if_needed(self) -> None:
-            """As torch's, which leaves what has no gradient yet to come in another dtype than the others."""
-            super().to_accumulated_grad_if_needed()
-            self.is_kept_wide = self.reduce_dtype is not None
+    def _reached(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.is_unreached = False  # of a pass before, whose mean was added to a gradient that was there
+        return self._as_others(gradient)
 
-        def _reached(self, gradient: torch.Tensor) -> torch.Tensor:
-            self.is_unreached = False  # of a pass before, whose mean was added to a gradient that was there
-            return self._as_others(gradient)
+    def _as_others(self, gradient: torch.Tensor) -> torch.Tensor:
+        is_kept_wide, self.is_kept_wide = self.is_kept_wide, False
+        return gradient.to(self.reduce_dtype) if is_kept_wide else gradient
 
-        def _as_others(self, gradient: torch.Tensor) -> torch.Tensor:
-            is_kept_wide, self.is_kept_wide = self.is_kept_wide, False
-            return gradient.to(self.reduce_dtype) if is_kept_wide else gradient
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        if self.sharded_param._backward_hooks and not self.is_relaying:  # put on since it was gathered
+            self.unsharded_param.grad = self._relay(self.unsharded_param.grad)
+        return self._reached(super().unsharded_grad_data)
 
-        @property
-        def unsharded_grad_data(self) -> torch.Tensor:
-            if self.sharded_param._backward_hooks and not self.is_relaying:  # put on since it was gathered
-                self.unsharded_param.grad = self._relay(self.unsharded_param.grad)
-            return self._reached(super().unsharded_grad_data)
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        return self._reached(super().unsharded_accumulated_grad_data)
 
-        @property
-        def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-            return self._reached(super().unsharded_accumulated_grad_data)
+    @property
+    def unsharded_zero_grad_data(self) -> torch.Tensor:
+        self.is_unreached = True
+        if self.sharded_param._post_accumulate_grad_hooks:
+            self.earlier, self.sharded_param.grad = self.sharded_param.grad, None
+        nothing = torch.full_like(self.unsharded_param, -0.0)
+        return self._as_others(self._get_grad_inner_tensor(nothing))
 
-        @property
-        def unsharded_zero_grad_data(self) -> torch.Tensor:
-            self.is_unreached = True
-            if self.sharded_param._post_accumulate_grad_hooks:
-                self.earlier, self.sharded_param.grad = self.sharded_param.grad, None
-            nothing = torch.full_like(self.unsharded_param, -0.0)
-            return self._as_others(self._get_grad_inner_tensor(nothing))
-
-        def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
-            """As torch's; for the mean of nothing what was there, which is what becomes of the gradient."""
-            if self.is_unreached:
-                self.is_unreached = False
-                if self.grad_offload_event is not None:
-                    self.grad_offload_event.synchronize()
-                earlier, self.earlier = self.earlier, None
-                if _is_nothing(tensor):
-                    rest(self.sharded_param)
-                    return earlier
-                if earlier is not None:
-                    local_of(earlier).add_(tensor)
-                    return earlier
-            return super().to_sharded_dtensor(tensor)
-
-    return AnyReach
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
+        """As torch's; for the mean of nothing what was there, which is what becomes of the gradient."""
+        if self.is_unreached:
+            self.is_unreached = False
+            if self.grad_offload_event is not None:
+                self.grad_offload_event.synchronize()
+            earlier, self.earlier = self.earlier, None
+            if _is_nothing(tensor):
+                rest(self.sharded_param)
+                return earlier
+            if earlier is not None:
+                local_of(earlier).add_(tensor)
+                return earlier
+        return super().to_sharded_dtensor(tensor)
 
 
 def average_gradients(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
