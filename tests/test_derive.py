@@ -15,7 +15,7 @@ from torch import nn
 from dmp import PlanError, ShardingEnv
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
-from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
+from sharders.tensor_parallel.head_counts import ModelRuns
 from sharders.tensor_parallel.sequence import sequence_styles
 from tests.transformers_zoo import GPT, Bert, BertSelfAttention, Llama, LlamaBlock, LlamaPositionsFirst
 
@@ -410,9 +410,9 @@ def test_check_heads_is_for_any_plan() -> None:
 @pytest.mark.parametrize("make", [Llama, GPT, Bert])
 def test_divided_attributes_of_a_given_plan(make: Callable[[], nn.Module]) -> None:
     found = derive(ModelRuns(make(), 2, "tp"))
-    assert divided_attributes(ModelRuns(make(), 2, "tp"), found.styles) == found.divided
+    assert next(ModelRuns(make(), 2, "tp").divisions(found.styles)) == found.divided
     mlps = {p: s for p, s in found.styles.items() if not any(n in p for n in ("attn", "attention"))}
-    assert divided_attributes(ModelRuns(make(), 2, "tp"), mlps) == {}
+    assert next(ModelRuns(make(), 2, "tp").divisions(mlps)) == {}
 
 
 def test_tables_of_torchrec_are_not_run() -> None:

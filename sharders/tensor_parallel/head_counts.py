@@ -153,6 +153,9 @@ class ModelRuns:
                 yield divided
 
     def _divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        if not self.transformer.blocks:
+            yield {}
+            return
         widths = self._widths(styles)
         try:
             options = self.unsplit().options
@@ -270,24 +273,6 @@ def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> t
     subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
     bases = dict.fromkeys([counts] if only_counts else [frozenset[str](), counts])
     return tuple(b | s for b in bases for s in subsets)
-
-
-def divided_attributes(runs: ModelRuns, styles: Mapping[str, str]) -> Divided:
-    """Integer attributes of attentions that must become local under a plan of styles.
-
-    Args:
-        styles: module path -> style, exact paths.
-
-    Returns:
-        (module path, attribute) -> local value; empty where `forward` reads no numbers of heads.
-    """
-    if not runs.transformer.blocks:
-        return {}
-    try:
-        names = runs.names(styles)
-    except DryRunError:
-        names = None
-    return runs.divide_by_source(styles) if names is None else runs.divide(styles, names)
 
 
 def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute]:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from dmp import Layout, PlanError, ShardError, ShardingEnv, is_inside, join_name, ranks, type_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
 from sharders.tensor_parallel.candidates import sums_of_heads
-from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.prove import UNPROVED, is_by_sequence, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.looked_at import show_whole
@@ -279,24 +279,22 @@ class _Placing:
         styles = with_ties(self.model, from_layouts(self.model, wanted))
         splits = {path: style for path, style in styles.items() if family(style) != "sequence"}
         found = self._completed(splits, len(splits) < len(styles))
-        return Choice({**styles, **found.styles}, found.divided, found.notes)
+        return replace(found, styles={**styles, **found.styles})
 
     def _completed(self, styles: Styles, is_sequence: bool) -> Choice:
         """A plan of splits, with the rest that it needs."""
         styles = self._with_heads(styles)
         self._check(styles)
-        names = _names(styles)
-        divided = divided_attributes(self.runs, names)
         if not is_sequence:
-            return Choice(styles, divided, ())
+            return Choice(styles, {}, ())
         for path, style in styles.items():
             if not isinstance(style, str):
                 raise PlanError(
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        done, note = sequence_styles(self.runs, names, loss_parallel=self.sharder.loss_parallel)
-        return Choice({**styles, **expand(self.model, done)}, divided, (note,))
+        done, note = sequence_styles(self.runs, _names(styles), loss_parallel=self.sharder.loss_parallel)
+        return Choice({**styles, **expand(self.model, done)}, {}, (note,))
 
     def _with_heads(self, styles: Styles) -> Styles:
         is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
@@ -307,7 +305,7 @@ class _Placing:
         self._check(styles)
         warnings = tuple(note for note in choice.notes if BECAUSE in note)
         if not styles:
-            return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env, warnings)
+            return TensorParallelPlacement({}, {}, {}, choice.notes, self.env, warnings)
         proof = prove(self.runs, styles, self._choices(choice, styles, is_derived))
         sums = {} if is_derived else sums_of_heads(self.runs, styles)
         if sums and (proof.divided is None or proof.unproved):
@@ -328,9 +326,7 @@ class _Placing:
         return TensorParallelPlacement(self._layouts(styles), styles, proof.divided, notes, self.env, warnings)
 
     def _choices(self, choice: Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
-        yield dict(choice.divided)
-        if not is_derived:
-            yield from self.runs.divisions(_names(styles))
+        return iter([dict(choice.divided)]) if is_derived else self.runs.divisions(_names(styles))
 
     def _check(self, styles: Styles) -> None:
         for path, style in styles.items():
