@@ -211,7 +211,7 @@ def _resolve(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[int
 def _check_rows(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> None:
     """Raise for rows over ranks that do not exist, or columns that cannot be cut so."""
     args = dict(layout.args)
-    rows = _RANKS_OF_ROWS[layout.name](shape, table_shape, **args)
+    rows = _RANKS_OF_ROWS[layout.name](table_shape, **args)
     _need_dims(layout.name, shape, 1 + (len(rows[0]) > 1 or args.get("widths") is not None))
     if len(rows[0]) > 1 or args.get("widths") is not None:
         _column_blocks(shape[1], len(rows[0]), args.get("widths"))
@@ -221,24 +221,10 @@ def _check_rows(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[
         raise ShardError(f"{layout} is on rank {last}, but the mesh has table ranks 0..{prod(table_shape) - 1}")
 
 
-def _ranks_of_row_wise(shape: Any, table_shape: tuple[int, ...], ranks: tuple[int, ...] | None) -> _Rows:
-    return [(rank,) for rank in (range(prod(table_shape)) if ranks is None else ranks)]
-
-
-def _ranks_of_hosts(shape: Any, table_shape: tuple[int, ...], host: int | tuple[int, ...]) -> _Rows:
-    return [(rank,) for rank in _of_hosts(table_shape, host)]
-
-
-def _ranks_of_grid(
-    shape: Any, table_shape: Any, ranks: tuple[tuple[int, ...], ...], widths: tuple[int, ...] | None = None
-) -> _Rows:
-    return ranks
-
-
 _RANKS_OF_ROWS: dict[str, Callable[..., _Rows]] = {
-    "row_wise": _ranks_of_row_wise,
-    "table_row_wise": _ranks_of_hosts,
-    "grid": _ranks_of_grid,
+    "row_wise": lambda table_shape, ranks: [(r,) for r in (range(prod(table_shape)) if ranks is None else ranks)],
+    "table_row_wise": lambda table_shape, host: [(rank,) for rank in _of_hosts(table_shape, host)],
+    "grid": lambda table_shape, ranks, widths=None: ranks,
 }
 
 

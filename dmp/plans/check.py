@@ -16,6 +16,7 @@ from dmp.plans.find import Found, Site
 from dmp.plans.oddities import oddity
 from dmp.plans.private_state import refuse_private_state
 from dmp.plans.weight_readers import Reader
+from dmp.read_values import some
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def check_plan(
     missing = [name for site in sites for name in site.names().values() if name not in tables and name not in dense]
     if missing:
         raise PlanError(
-            f"the plan has no entry for {_some(missing)}; every parameter that a sharder takes needs a layout "
+            f"the plan has no entry for {some(missing, 5)}; every parameter that a sharder takes needs a layout "
             "(data_parallel() keeps a copy on every rank), or plan the rest with planner.plan(..., pinned=plan)",
             table=missing[0],
         )
@@ -73,7 +74,7 @@ def check_plan(
             check_layout(name, entry.layout, site.sharder, site.infos[relative], env)
         names = [name for name in site.names().values() if name not in dense]
         if 0 < len(names) < len(site.infos):
-            raise PlanError(f"plan gives some weights of {site.path!r} dense layouts, but not {_some(names)}")
+            raise PlanError(f"plan gives some weights of {site.path!r} dense layouts, but not {some(names, 5)}")
     entries = {name: ParameterSharding(layout) for name, layout in {**dense, **found.split}.items()}
     replaced = tuple(site for site in sites if dense.keys().isdisjoint(site.names().values()))
     return Resolved({**tables, **entries}, found, replaced)
@@ -165,13 +166,8 @@ def _unknown_name(
         return (
             f"plan names {name!r}, which no sharder takes ({why}): it belongs to the data-parallel "
             "part and needs no entry, or that of a dense weight (replicate(), fully_sharded()). "
-            f"Parameters to plan: {_some(shardable)}"
+            f"Parameters to plan: {some(shardable, 5) or 'none'}"
         )
     close = get_close_matches(name, shardable, n=3, cutoff=0.5)
-    hint = f"did you mean {_some(close)}?" if close else f"parameters to plan: {_some(shardable)}"
+    hint = f"did you mean {some(close)}?" if close else f"parameters to plan: {some(shardable, 5) or 'none'}"
     return f"plan names {name!r}, which the model does not have; {hint}"
-
-
-def _some(names: list[str], count: int = 5) -> str:
-    shown = ", ".join(repr(n) for n in names[:count])
-    return (shown or "none") + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -38,7 +38,8 @@ def carry_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 @contextmanager
 def carrying_hooks(model: Any, module: nn.Module) -> Iterator[None]:
     """Carry those of parameters of `module` for which `model.module` has others at the end, and let go of them."""
-    hooked = {name: p for name, p in module.named_parameters() if _has_hooks(p)}
+    named = module.named_parameters()
+    hooked = {name: p for name, p in named if getattr(p, _ON_GRADIENT, None) or getattr(p, _ON_ACCUMULATED, None)}
     with letting_go(model, module):
         yield
         now = dict(model.module.named_parameters()) if hooked else {}
@@ -57,7 +58,3 @@ def carrying_hooks(model: Any, module: nn.Module) -> Iterator[None]:
                 "a hook on the module's output sees what comes back to it",
                 ", ".join(map(repr, lost)),
             )
-
-
-def _has_hooks(p: torch.Tensor) -> bool:
-    return bool(getattr(p, _ON_GRADIENT, None) or getattr(p, _ON_ACCUMULATED, None))

@@ -118,7 +118,9 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer], be
         entries = {name: plan[join_name(owned.path, name)] for name in owned.infos}
         new = resharded(made, owned, entries)
         parameters = parameters_of(owned.path, module, new, staying)
-        _check_filled(parameters)
+        for p in parameters:
+            if p.old.is_meta:
+                raise ShardError(f"{p.name!r} is on meta: it has no values to move; load some first, or wrap it anew")
         ready.sites.append((owned, module, new))
         ready.parameters += parameters
         ready.carried += [p.value() for p in parameters]
@@ -128,12 +130,6 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer], be
     for carried in ready.carried:
         carried.check()
     return ready
-
-
-def _check_filled(parameters: Sequence[Parameter]) -> None:
-    for p in parameters:
-        if p.old.is_meta:
-            raise ShardError(f"{p.name!r} is on meta: it has no values to move; load some first, or wrap it anew")
 
 
 def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: ShardingPlan, calls: Calls) -> Assembly:

@@ -200,7 +200,8 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         problem_of_other = other.problem(request.dense_bytes)
         least = max(seconds - _less_by(problem_of_other, than) for than, seconds in asked)
         if least < bound * (1 - _NEARLY):
-            free = lower_bound(problem_of_other, bound, out_of_time, most=_work_of(problem_of_other))
+            work = _WORK if len(problem_of_other.item_class) <= _FEW else _WORK_OF_MANY
+            free = lower_bound(problem_of_other, bound, out_of_time, most=work)
             asked.append((problem_of_other, free.seconds))
             least = _held_bound(other, problem_of_other, free, bound, out_of_time)
         bound = min(bound, least)
@@ -217,10 +218,6 @@ def _less_by(problem: Problem, than: Problem) -> float:
     if one.ragged or not all((more >= less - _ROUNDING * np.abs(less)).all() for more, less in pairs):
         return np.inf
     return float(np.maximum(than.setups - problem.setups, 0).sum())
-
-
-def _work_of(problem: Problem) -> float:
-    return _WORK if len(problem.item_class) <= _FEW else _WORK_OF_MANY
 
 
 def _held_bound(

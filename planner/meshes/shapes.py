@@ -47,7 +47,7 @@ def _data_axes(ranks: int, tensor: int, of_host: int, has_tables: bool) -> Itera
     yield from _copies(ranks, tensor, of_host, has_tables)
     for copies in _divisors(ranks):
         group = ranks // copies
-        if group > 1 and _fits_hosts(group * tensor, of_host):
+        if group > 1 and (group * tensor % of_host == 0 or of_host % (group * tensor) == 0):  # whole hosts, or in one
             yield [("replicate", copies), ("shard", group)]
 
 
@@ -62,10 +62,6 @@ def _copies(ranks: int, tensor: int, of_host: int, has_tables: bool) -> Iterator
             yield [("replicate", copies), ("host", group // of_host), ("local", of_host)]
         elif copies > 1 and group == of_host:
             yield [("replicate", copies), ("dp", group)]
-
-
-def _fits_hosts(group: int, of_host: int) -> bool:
-    return group % of_host == 0 or of_host % group == 0
 
 
 def _divisors(n: int) -> list[int]:

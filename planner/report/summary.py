@@ -144,7 +144,9 @@ def _planned(
         index, family = index_of[name], costed.offers[row].family
         class_of[index], chosen[index] = costed.owner[row], row
         busiest[index], average[index] = most[row], mean[row]
-        widths = choice.widths if choice.widths is not None or not family.units else _even(family.units, choice.blocks)
+        widths, number = choice.widths, len(choice.blocks)
+        if widths is None and family.units:  # of a member of a group that is cut evenly
+            widths = (family.units // number,) * number
         if widths is not None:
             cut[index] = len(widths)
             busiest[index], average[index] = (merged.loads(x) for x in costed.of_cut(row, widths, num_ranks))
@@ -162,11 +164,6 @@ def _planned(
         cut=cut,
         pieces=_pieces(sorted(pieces, key=lambda piece: piece[0])),
     )
-
-
-def _even(units: int, blocks: Sequence[int]) -> list[int]:
-    """Units of the pieces of a member of a group that is cut evenly."""
-    return [units // len(blocks)] * len(blocks)
 
 
 def _pieces(found: Sequence[tuple[int, int, list[tuple[int, Array]]]]) -> Pieces:

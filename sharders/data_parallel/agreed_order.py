@@ -37,13 +37,9 @@ def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | N
         of = f"the weights {which}, of the model that was wrapped at call {number}"
         for unit in units_of([module]):
             unit._all_gather_comm = gathers(unit, f"gathering {of}")
-            unit._reduce_scatter_comm = reduces(
-                f"backward: averaging gradients of {of}", everyone, not path, not _is_split(unit)
-            )
-
-
-def _is_split(unit: Any) -> bool:
-    return getattr(unit.mesh_info, "shard_mesh_size", 1) > 1
+            is_whole = getattr(unit.mesh_info, "shard_mesh_size", 1) == 1
+            what = f"backward: averaging gradients of {of}"
+            unit._reduce_scatter_comm = reduces(what, everyone, not path, is_whole)
 
 
 @cache

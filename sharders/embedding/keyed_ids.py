@@ -29,7 +29,8 @@ def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled:
         Fault: what does not fit.
     """
     if any(kind.__name__ == "TensorDictBase" for kind in type(features).__mro__):
-        features = _from_tensor_dict(features)
+        # As TorchRec's collections do it; weights stay behind.
+        features = sys.modules["torchrec.sparse.tensor_dict"].maybe_td_to_kjt(features)
     for method in ("keys", "values", "lengths", "weights_or_none"):
         if not callable(getattr(features, method, None)):
             raise Fault(Kind.INPUT_TYPE)
@@ -72,11 +73,6 @@ def _places_of(keys: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]
         if name not in place:
             raise Fault(Kind.KEY_MISSING, f, len(keys))
     return tuple(place[n] for n in names)
-
-
-def _from_tensor_dict(features: Any) -> Any:
-    """As TorchRec's collections do it; weights stay behind."""
-    return sys.modules["torchrec.sparse.tensor_dict"].maybe_td_to_kjt(features)
 
 
 def _raise_key_twice(keys: Sequence[str], names: Sequence[str]) -> None:

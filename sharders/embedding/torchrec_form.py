@@ -129,14 +129,10 @@ def make_known(kind: type[Any]) -> None:
             theirs.register(kind)
 
 
-def _itself(result: Any) -> Any:
-    return result
-
-
 def make_waited() -> None:
     """Have TorchRec's `KeyedTensor` take `wait()`: its sharded collections give what has yet to be waited for, and
     scripts do so; ours give one that is there."""
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
     if not hasattr(KeyedTensor, "wait"):
-        KeyedTensor.wait = _itself
+        KeyedTensor.wait = lambda self: self

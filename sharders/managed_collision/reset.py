@@ -48,7 +48,7 @@ class Reset:
                 state = fused[table.parameter].state() if table.parameter in fused else {}
                 for value in state.values():
                     if value.dim() and value.shape[0] == table.rows:
-                        for chunk, at in _overlaps(as_chunks(value), rows):
+                        for chunk, _, at, _ in _overlaps(as_chunks(value), rows):
                             chunk[at] = 0
 
 
@@ -56,7 +56,7 @@ def draw_rows(weight: ChunkedTensor, rows: torch.Tensor, init_fn: Callable[[torc
     """Give rows (N,) of a table initial values, as much of them as is here; they depend on `what` and on the rows."""
     with torch.random.fork_rng(devices=[]):
         for number, some in enumerate(rows.split(_ROWS)):
-            here = list(_overlaps_with_places(weight, some))
+            here = list(_overlaps(weight, some))
             if not here:
                 continue
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{what} {number}".encode()).digest()[:7], "big"))
@@ -67,17 +67,12 @@ def draw_rows(weight: ChunkedTensor, rows: torch.Tensor, init_fn: Callable[[torc
                 chunk[at] = columns[places.to(columns.device)].to(chunk.device)
 
 
-def _overlaps_with_places(weight: ChunkedTensor, rows: torch.Tensor) -> Any:
+def _overlaps(weight: ChunkedTensor, rows: torch.Tensor) -> Any:
     """(chunk, its offset, rows in it, their places in `rows`) of every local chunk that has some of the rows."""
     for chunk, offset in zip(weight.chunks, weight.offsets, strict=True):
         places = ((rows >= offset[0]) & (rows < offset[0] + chunk.shape[0])).nonzero().view(-1)
         if len(places):
             yield chunk, offset, rows[places] - offset[0], places
-
-
-def _overlaps(weight: ChunkedTensor, rows: torch.Tensor) -> Any:
-    for chunk, _, at, _ in _overlaps_with_places(weight, rows):
-        yield chunk, at
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:

@@ -95,7 +95,8 @@ class Recipe:
         entries = {self.names[n]: parameter_sharding(kinds[n], self._kernel(n), shards[n], self.env) for n in shards}
         takes = inspect.signature(self.sharder.shard).parameters
         # A tower's own data-parallel part takes no list of CPUs, which it makes of a device.
-        options = {"device": self.device} if "device" in takes and not _are_towers(given, self.device) else {}
+        are_towers = self.device.type == "cpu" and is_torchrecs(given, "EmbeddingTower", "EmbeddingTowerCollection")
+        options = {"device": self.device} if "device" in takes and not are_towers else {}
         collections = collections_in(self.plain)
         with quiet(), torch.random.fork_rng(devices=[]):
             theirs = self._sharded(given, entries, options)
@@ -191,7 +192,3 @@ def with_room(module: nn.Module, device: torch.device | str, but: Container[str]
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         memo[id(tensor)] = room_for(tensor, "meta" if name in but else device)
     return copy.deepcopy(module, memo)
-
-
-def _are_towers(module: nn.Module, device: torch.device) -> bool:
-    return device.type == "cpu" and is_torchrecs(module, "EmbeddingTower", "EmbeddingTowerCollection")

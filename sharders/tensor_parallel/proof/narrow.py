@@ -74,7 +74,7 @@ def narrow(modules: Mapping[str, nn.Module], numbers: Numbers) -> None:
     if not numbers.sizes:
         return
     on_meta = [p for p in places_of(modules.items(), attributes=True) if p.tensor.is_meta]
-    replace_tensors(on_meta, lambda place: _resized(place.tensor, numbers, _dim_of_heads(place, numbers)))
+    replace_tensors(on_meta, lambda place: _resized(place, numbers))
     for values in attributes_of(modules.values()):
         values.update({n: _replaced(n, v, numbers) for n, v in values.items() if type(v) in (int, tuple, list)})
 
@@ -168,13 +168,9 @@ class _Replacements:
             self.fits = False
 
 
-def _dim_of_heads(place: Place, numbers: Numbers) -> int | None:
-    is_own = place.store is place.owner._parameters
-    return numbers.values.get(place.path) if is_own else None
-
-
-def _resized(old: torch.Tensor, numbers: Numbers, heads: int | None) -> torch.Tensor:
-    new = numbers.resized(old, heads)
+def _resized(place: Place, numbers: Numbers) -> torch.Tensor:
+    old, is_own = place.tensor, place.store is place.owner._parameters
+    new = numbers.resized(old, numbers.values.get(place.path) if is_own else None)
     return nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) and new is not old else new
 
 

@@ -44,7 +44,7 @@ from torch import nn
 
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
 from sharders.tensor_parallel.structure.beside import MOST_TIMES
-from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
+from sharders.tensor_parallel.structure.experts import EXPERTS, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, may_have_values
 from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, width_of_norm
@@ -217,7 +217,9 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
     if kind == "heads":
         return dict.fromkeys(own, _of_heads(str(style)))
     if kind == "experts":
-        return _of_experts(experts_of(module)[str(style)])
+        experts = experts_of(module)[str(style)]
+        up = {name: colwise(dim, experts.parts) for name, dim in experts.up.items()}
+        return {**up, **{name: rowwise(dim) for name, dim in experts.down.items()}}
     if isinstance(module, nn.Embedding):
         return dict.fromkeys(own, colwise(dim=1) if kind == "colwise" else rowwise(dim=0))
     parts = parts_of(style)
@@ -230,11 +232,6 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
 
 def _of_heads(style: str) -> Layout:
     return colwise(OF_HEADS[style] or None)
-
-
-def _of_experts(experts: Experts) -> dict[str, Layout]:
-    up = {name: colwise(dim, experts.parts) for name, dim in experts.up.items()}
-    return {**up, **{name: rowwise(dim) for name, dim in experts.down.items()}}
 
 
 def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: str) -> None:

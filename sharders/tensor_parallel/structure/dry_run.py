@@ -148,7 +148,8 @@ def make_local(
         if is_joint_attention(modules.get(path.rpartition(".")[0])):
             continue  # a function of its weights, whose output is whole: nothing else would be seen
         if module is not None and style.startswith("experts"):
-            _shrink_experts(module, style, size)
+            experts = experts_of(module)[style]
+            _shrink_own(module, {**experts.up, **experts.down}, size)
             continue
         if module is not None and style in OF_HEADS:
             own = (name for name, p in module._parameters.items() if p is not None)
@@ -185,11 +186,6 @@ def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 def shapes(value: Any) -> list[Shape]:
     """Shapes of all tensors in a module's input or output."""
     return [tuple(tensor.shape) for _, tensor in tensors_of(value)]
-
-
-def _shrink_experts(module: nn.Module, style: str, size: int) -> None:
-    experts = experts_of(module)[style]
-    _shrink_own(module, {**experts.up, **experts.down}, size)
 
 
 def _shrink_own(module: nn.Module, dims: Mapping[str, int], size: int) -> None:

@@ -84,10 +84,8 @@ def _matches(linears: Mapping[str, Features], heads: int, norms: set[int]) -> It
             continue
         key, both, value = (n // heads for n in sizes)
         first = linears[rest[0]] if rest else None
-        from_hidden = q.in_features == width if first is None else _leads(first, width, q.in_features)
+        from_hidden = q.in_features == width
+        if first is not None:
+            from_hidden = (first.in_features, first.out_features) == (width, q.in_features)
         if from_hidden and both > value and key == both - value + s.out_features - rank:
             yield Latent((query, shared, up, down), Heads(heads, heads, key), sizes)
-
-
-def _leads(first: Features, width: int, to: int) -> bool:
-    return (first.in_features, first.out_features) == (width, to)
