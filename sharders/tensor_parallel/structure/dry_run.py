@@ -34,11 +34,6 @@ _REDUCTIONS = {
     **dict.fromkeys(("norm", "normalize", "linalg_vector_norm"), 2),
 }
 _QKV = ("query", "key", "value")
-# Make a new tensor, of whose shape, strides and dtype those of the inputs decide; slow on meta, so made once for each.
-_NEW = frozenset(
-    ("add", "sub", "mul", "div", "pow", "neg", "square", "sqrt", "rsqrt", "mean", "cos", "sin", "exp", "sigmoid")
-    + ("tanh", "__rsub__", "__rdiv__", "__rpow__")
-)
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def dry_run(
                 modules[path].__class__ = _watched(type(modules[path]), path, watch, trace.reads)
             for path, module in modules.items():
                 _record(path, module, trace, last)
-            with torch.device("meta"), _Sums(trace, expected, copies.known):
+            with torch.device("meta"), _Sums(trace, expected):
                 args, kwargs = map_nested(feed.given or (feed.args, {**feed.kwargs, **feed.fixed}), _on_meta)
                 trace.result = shapes(copied(*args, **kwargs))
         except Exception as error:
@@ -253,12 +248,11 @@ class _Sums(TorchFunctionMode):
 
     Args:
         expected: a trace with the only sizes that may be noted.
-        known: results of operations in `_NEW`, kept from run to run.
     """
 
-    def __init__(self, into: Trace, expected: Trace | None, known: dict[Any, tuple[Shape, Shape, torch.dtype]]) -> None:
+    def __init__(self, into: Trace, expected: Trace | None) -> None:
         super().__init__()
-        self.trace, self.expected, self.known = into, expected, known
+        self.trace, self.expected = into, expected
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -281,20 +275,7 @@ class _Sums(TorchFunctionMode):
             for term, x in zip(terms.split(","), operands, strict=True):
                 sizes.update(zip(term, x.shape, strict=True))
             self._note("contractions", tuple(n for c, n in sizes.items() if c not in out))  # what is summed over
-        return self._made(func, args, kwargs) if name in _NEW else func(*args, **kwargs)
-
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = (func, *map(_looks, args), *(part for item in kwargs.items() for part in (item[0], _looks(item[1]))))
-        if None in key or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
-            return func(*args, **kwargs)
-        if key not in self.known:
-            made = func(*args, **kwargs)
-            if not (type(made) is torch.Tensor and made.is_meta):
-                return made
-            self.known[key] = (tuple(made.shape), made.stride(), made.dtype)
-            return made
-        shape, strides, dtype = self.known[key]
-        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return func(*args, **kwargs)
 
     def _note(self, kind: str, sizes: Shape) -> None:
         noted: list[Shape] = getattr(self.trace, kind)
@@ -303,13 +284,6 @@ class _Sums(TorchFunctionMode):
             known: list[Shape] = getattr(self.expected, kind)
             if known[len(noted) - 1 : len(noted)] != [sizes]:
                 raise ValueError(f"{kind} over {sizes} are not those of the unsplit model")
-
-
-def _looks(value: Any) -> Any:
-    """All of an argument that decides on a result's shape and dtype; None of what may hide more."""
-    if type(value) in (torch.Tensor, nn.Parameter):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    return (type(value), value) if type(value) in (int, float, bool) else None
 
 
 def attended(

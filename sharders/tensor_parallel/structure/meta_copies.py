@@ -44,8 +44,6 @@ class MetaCopies:
     def __init__(self, model: nn.Module, transformer: Transformer) -> None:
         self.model = model
         self.transformer = transformer
-        self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
-        """What operations on meta made of what, by `_Sums`."""
 
     def make(self) -> tuple[nn.Module, dict[int, Any]]:
         """A new copy, and where the last outputs of blocks that others repeat are kept."""
