@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from dmp.errors import ShardError
 from dmp.foreign import type_name
 from dmp.wrap.fused import FusedOptimizer
-from dmp.wrap.keyed import is_wrapper, parts
+from dmp.wrap.keyed import inside, is_wrapper, parts
 
 
 def layers_of(given: Any) -> list[Optimizer]:
@@ -28,7 +28,7 @@ def layers_of(given: Any) -> list[Optimizer]:
         raise ShardError(
             f"expected an optimizer over the model's parameters, or a list of some; got {type_name(given)}"
         )
-    return [given, *(layer for each in _inside(given) for layer in layers_of(each))]
+    return [given, *(layer for each in inside(given) for layer in layers_of(each))]
 
 
 def with_state(layers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -51,10 +51,3 @@ def follow_parts(layers: Iterable[Optimizer], new: Mapping[int, nn.Parameter]) -
             for old in [p for p in state if id(p) in new]:
                 state.pop(old)
                 state.update({p: part.state[p] for part in parts(layer) for p in [new[id(old)]] if p in part.state})
-
-
-def _inside(optimizer: Optimizer) -> list[Optimizer]:
-    if not is_wrapper(optimizer):
-        return []
-    several: Any = getattr(optimizer, "optimizers", None)
-    return [optimizer._optimizer] if several is None else [each for _, each in several]  # type: ignore[attr-defined]

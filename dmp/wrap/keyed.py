@@ -43,10 +43,14 @@ def parts(optimizer: Optimizer) -> list[Optimizer]:
 
     Such a wrapper makes its `state` and `param_groups` anew whenever they are asked for, or holds another's.
     """
+    return [part for each in inside(optimizer) for part in parts(each)] if is_wrapper(optimizer) else [optimizer]
+
+
+def inside(optimizer: Any) -> list[Optimizer]:
+    """Those that a wrapper of TorchRec's hands every step on to; none of any other optimizer."""
     if not is_wrapper(optimizer):
-        return [optimizer]
-    inner = [o for _, o in optimizer.optimizers] if hasattr(optimizer, "optimizers") else [optimizer._optimizer]  # type: ignore[attr-defined]
-    return [part for each in inner for part in parts(each)]
+        return []
+    return [each for _, each in optimizer.optimizers] if hasattr(optimizer, "optimizers") else [optimizer._optimizer]
 
 
 def is_wrapper(optimizer: Optimizer) -> bool:
