@@ -131,14 +131,16 @@ def _take(own: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     own(optimizer, state_dict)
 
 
-def _keyed_give(own: Any, optimizer: Any) -> dict[str, Any]:
+def keyed_give(own: Any, optimizer: Any) -> dict[str, Any]:
+    """Of TorchRec's `KeyedOptimizer`, and what is made from it."""
     given: dict[str, Any] = own(optimizer)
     state = given["state"]
     of = _chunks_of(optimizer.params)
     return _with_state(given, {key: _given(repr(key), state[key], *of[key]) for key in of if key in state})
 
 
-def _keyed_take(own: Any, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+def keyed_take(own: Any, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """The same."""
     of, state = _chunks_of(optimizer.params), state_dict["state"]
     taken = {}
     for key, held in of.items():
@@ -154,13 +156,3 @@ def give_chunks() -> None:
     """Have torch's optimizers give and take chunks as chunks."""
     put_around(Optimizer, "state_dict", _give)
     put_around(Optimizer, "load_state_dict", _take)
-
-
-def give_keyed_chunks(keyed: Any) -> None:
-    """Have TorchRec's `KeyedOptimizer`, and what is made from it, do so too.
-
-    Args:
-        keyed: TorchRec's module of it.
-    """
-    put_around(keyed.KeyedOptimizer, "state_dict", _keyed_give)
-    put_around(keyed.KeyedOptimizer, "load_state_dict", _keyed_take)

@@ -198,6 +198,6 @@ def _prepare() -> None:
 
 
 live.at_first_wrap(_prepare)
-live.when_imported("torchrec.optim.clipping", check_clipping)
+live.stand_in("torchrec.optim.clipping", "GradientClippingOptimizer", "__init__", check_clipping)
 for prepared in (say_of_shares, draw_by_place):
     live.when_imported("torch.distributed.tensor", prepared)

@@ -11,20 +11,11 @@ from typing import Any
 
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
-from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 
 
-def check_clipping(clipping: Any) -> None:
-    """Have TorchRec's `GradientClippingOptimizer` refuse what it would clip by another norm than the whole model's.
-
-    Args:
-        clipping: TorchRec's module of it.
-    """
-    put_around(clipping.GradientClippingOptimizer, "__init__", _init)
-
-
-def _init(own: Any, *args: Any, **options: Any) -> None:
+def check_clipping(own: Any, *args: Any, **options: Any) -> None:
+    """A `GradientClippingOptimizer` is made: not one that would clip by another norm than the whole model's."""
     asked = inspect.signature(own).bind(*args, **options)
     asked.apply_defaults()
     _check_clipping(**{k: v for k, v in asked.arguments.items() if k != "self"})

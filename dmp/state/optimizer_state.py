@@ -19,13 +19,20 @@ from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.errors import CheckpointError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor
-from dmp.state.chunks_of_state import give_chunks, give_keyed_chunks
+from dmp.state.chunks_of_state import give_chunks, keyed_give, keyed_take
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.local_chunks import sharded_parameters
 from dmp.state.safetensors_files import refuse_parts
 from dmp.state.snapshots import read_into_chunks
-from dmp.state.strided_shards import cut_strided_shards, know_strided_shards
-from dmp.state.torch_state_dict import gather_chunks, give_whole_to_torch, keep_empty_parts, refuse_broadcasts
+from dmp.state.strided_shards import create_chunk_list, create_write_items, cut_strided_shards, get_tensor_shard
+from dmp.state.torch_state_dict import (
+    begin_together,
+    gather_chunks,
+    give_whole,
+    keep_empty_parts,
+    load_together,
+    refuse_broadcasts,
+)
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
@@ -247,12 +254,21 @@ def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
 
 
 live.at_first_wrap(give_chunks)
-live.when_imported("torchrec.optim.keyed", give_keyed_chunks)
 live.when_imported("safetensors.torch", refuse_parts)
-live.when_imported("torchsnapshot.io_preparers.sharded_tensor", read_into_chunks)
-live.when_imported("torch.distributed.checkpoint.state_dict", give_whole_to_torch)
-live.when_imported("torch.distributed.checkpoint.default_planner", keep_empty_parts)
-live.when_imported("torch.distributed.checkpoint.format_utils", refuse_broadcasts)
-live.when_imported("torch.distributed.tensor", know_strided_shards)
-live.when_imported("torch.distributed._state_dict_utils", cut_strided_shards)
-live.when_imported("torch.distributed._state_dict_utils", gather_chunks)
+for _module, _owner, _name, _around in (
+    ("torchrec.optim.keyed", "KeyedOptimizer", "state_dict", keyed_give),
+    ("torchrec.optim.keyed", "KeyedOptimizer", "load_state_dict", keyed_take),
+    ("torchsnapshot.io_preparers.sharded_tensor", "ShardedTensorIOPreparer", "prepare_read", read_into_chunks),
+    ("torch.distributed.checkpoint.state_dict", "", "_maybe_full_or_cpu_state_dict", give_whole),
+    ("torch.distributed.checkpoint.state_dict", "", "_verify_options", begin_together),
+    ("torch.distributed.checkpoint.state_dict", "", "_load_model_state_dict", load_together),
+    ("torch.distributed.checkpoint.state_dict", "", "_load_optim_state_dict", load_together),
+    ("torch.distributed.checkpoint.default_planner", "", "_flatten_sharded_tensors", keep_empty_parts),
+    ("torch.distributed.checkpoint.format_utils", "BroadcastingTorchSaveReader", "read_data", refuse_broadcasts),
+    ("torch.distributed.tensor", "DTensor", "__create_write_items__", create_write_items),
+    ("torch.distributed.tensor", "DTensor", "__create_chunk_list__", create_chunk_list),
+    ("torch.distributed.tensor", "DTensor", "__get_tensor_shard__", get_tensor_shard),
+    ("torch.distributed._state_dict_utils", "", "_distribute_tensors", cut_strided_shards),
+    ("torch.distributed._state_dict_utils", "", "_all_gather_sharded_tensor", gather_chunks),
+):
+    live.stand_in(_module, _owner, _name, _around)

@@ -9,19 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dmp.chunked import is_chunked
-from dmp.put_around import put_around
 
 
-def read_into_chunks(theirs: Any) -> None:
-    """Have a snapshot be read into this rank's chunks, whatever plan it was taken of.
-
-    Args:
-        theirs: `torchsnapshot.io_preparers.sharded_tensor`.
-    """
-    put_around(theirs.ShardedTensorIOPreparer, "prepare_read", _prepare_read)
-
-
-def _prepare_read(own: Callable[..., Any], entry: Any, obj_out: Any = None) -> Any:
+def read_into_chunks(own: Callable[..., Any], entry: Any, obj_out: Any = None) -> Any:
+    """A snapshot is read into this rank's chunks, whatever plan it was taken of."""
     if not is_chunked(obj_out):
         return own(entry, obj_out)
     requests, future = own(entry, obj_out.as_sharded_tensor())

@@ -15,7 +15,6 @@ import torch
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.dtensor_pieces import strided
 from dmp.places import is_dtensor
-from dmp.put_around import put_around
 
 
 def _rectangles(tensor: Any) -> ChunkedTensor | None:
@@ -26,49 +25,30 @@ def _rectangles(tensor: Any) -> ChunkedTensor | None:
     return chunks if len(chunks.chunks) > 1 else None
 
 
-def know_strided_shards(package: Any) -> None:
-    """Have DTensors answer torch's checkpoint with all their rectangles.
-
-    Args:
-        package: `torch.distributed.tensor`.
-    """
-    for name, around in (
-        ("__create_write_items__", _create_write_items),
-        ("__create_chunk_list__", _create_chunk_list),
-        ("__get_tensor_shard__", _get_tensor_shard),
-    ):
-        put_around(package.DTensor, name, around)
-
-
-def _create_write_items(own: Callable[..., Any], tensor: Any, fqn: str, object: Any) -> Any:
+def create_write_items(own: Callable[..., Any], tensor: Any, fqn: str, object: Any) -> Any:
+    """What a DTensor answers torch's checkpoint: with all its rectangles. So do the next two."""
     chunks = _rectangles(tensor)
     return own(tensor, fqn, object) if chunks is None else chunks.__create_write_items__(fqn, object)
 
 
-def _create_chunk_list(own: Callable[..., Any], tensor: Any) -> Any:
+def create_chunk_list(own: Callable[..., Any], tensor: Any) -> Any:
+    """Where they are."""
     chunks = _rectangles(tensor)
     return own(tensor) if chunks is None else chunks.__create_chunk_list__()
 
 
-def _get_tensor_shard(own: Callable[..., Any], tensor: Any, index: Any) -> Any:
+def get_tensor_shard(own: Callable[..., Any], tensor: Any, index: Any) -> Any:
+    """One of them."""
     chunks = _rectangles(tensor)
     if chunks is None:
         return own(tensor, index)
     return dict(chunks.pieces())[tuple(index.offset)]  # views, for they are written to
 
 
-def cut_strided_shards(utilities: Any) -> None:
-    """Have whole tensors that are loaded be cut so, too.
-
-    Args:
-        utilities: `torch.distributed._state_dict_utils`.
-    """
-    put_around(utilities, "_distribute_tensors", _distribute)
-
-
-def _distribute(
+def cut_strided_shards(
     own: Callable[..., None], local_state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any
 ) -> None:
+    """Whole tensors that are loaded, cut so, too."""
     rest = []
     for key in keys:
         given = local_state_dict.get(key)

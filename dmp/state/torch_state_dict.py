@@ -15,7 +15,6 @@ import torch
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
-from dmp.put_around import put_around
 from dmp.ranks import gather_words, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
@@ -24,19 +23,8 @@ from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.whole import gather
 
 
-def give_whole_to_torch(torchs: Any) -> None:
-    """Stand in for what makes whole tensors of a state dict, and for what begins and loads.
-
-    Args:
-        torchs: `torch.distributed.checkpoint.state_dict`.
-    """
-    put_around(torchs, "_maybe_full_or_cpu_state_dict", _gather)  # the end of both of torch's functions
-    put_around(torchs, "_verify_options", _begin)  # and the beginning of all
-    for name in ("_load_model_state_dict", "_load_optim_state_dict"):
-        put_around(torchs, name, _load)
-
-
-def _gather(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -> Any:
+def give_whole(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -> Any:
+    """The end of both of torch's functions that give a state dict."""
     is_alone = bool(info.cpu_offload) and torch.distributed.is_initialized()
     given = dict(state_dict)
     if isinstance(given.get("state"), dict):
@@ -64,34 +52,19 @@ def _gather(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -> A
     return own(given, info)
 
 
-def gather_chunks(utilities: Any) -> None:
-    """Have what torch gathers of a `ShardedTensor`, as if that were cut by rows into equal parts, be ours of chunks.
-
-    Args:
-        utilities: `torch.distributed._state_dict_utils`.
-    """
-    put_around(utilities, "_all_gather_sharded_tensor", _gather_one)
-
-
-def _gather_one(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+def gather_chunks(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+    """What torch gathers of a `ShardedTensor`, as if that were cut by rows into equal parts: ours, of chunks."""
     if not isinstance(tensor, ChunkedTensor):
         return own(tensor, *args, **options)
     return tensor if tensor.holders is None else tensor.holders.whole(tensor)
 
 
-def keep_empty_parts(planner: Any) -> None:
-    """Have torch's checkpoint leave in a state dict what this rank has no chunk of.
+def keep_empty_parts(own: Callable[..., dict[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What torch's checkpoint takes of a state dict, with that of which this rank has no chunk.
 
     It leaves out a `ShardedTensor` of which a rank has no shard, then takes the folder for one that torch 2.3 wrote,
     for names are missing, and looks for others.
-
-    Args:
-        planner: `torch.distributed.checkpoint.default_planner`.
     """
-    put_around(planner, "_flatten_sharded_tensors", _flatten)
-
-
-def _flatten(own: Callable[..., dict[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 
     flat = own(state_dict)
@@ -104,16 +77,8 @@ def _flatten(own: Callable[..., dict[str, Any]], state_dict: dict[str, Any]) -> 
     return flat
 
 
-def refuse_broadcasts(torchs: Any) -> None:
-    """Have torch's reader of `torch.save` files say what reads them into chunks, before anything is sent.
-
-    Args:
-        torchs: `torch.distributed.checkpoint.format_utils`.
-    """
-    put_around(torchs.BroadcastingTorchSaveReader, "read_data", _read_data)
-
-
-def _read_data(own: Callable[..., Any], reader: Any, plan: Any, planner: Any) -> Any:
+def refuse_broadcasts(own: Callable[..., Any], reader: Any, plan: Any, planner: Any) -> Any:
+    """Torch's reader of `torch.save` files: says what reads them into chunks, before anything is sent."""
     chunked = [name for name, value in planner.state_dict.items() if isinstance(value, ChunkedTensor)]
     if chunked:
         raise ShardError(
@@ -124,7 +89,7 @@ def _read_data(own: Callable[..., Any], reader: Any, plan: Any, planner: Any) ->
     return own(reader, plan, planner)
 
 
-def _begin(
+def begin_together(
     own: Callable[..., Any], model: Any, optims: Any, optim_only: bool, *, options: Any = None, **others: Any
 ) -> Any:
     """Have all ranks load the model where rank 0 does, and gives them its values; and refuse what torch mistakes."""
@@ -141,7 +106,7 @@ def _begin(
     return own(model, optims, optim_only, options=options, **others)
 
 
-def _load(own: Callable[..., Any], model: Any, *args: Any) -> Any:
+def load_together(own: Callable[..., Any], model: Any, *args: Any) -> Any:
     """What fails on rank 0 alone, which has the values, is raised where others wait for them."""
     wrapped = wrapped_in(model) if args[-1].broadcast_from_rank0 else {}
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dmp.plans.remarks import are_cut_otherwise, say_what_is_cut_otherwise
+from dmp.put_around import put_around
 
 _log = logging.getLogger("dmp")
 
@@ -33,6 +34,12 @@ _when_there: dict[str, list[Callable[[Any], None]]] = {}
 def when_imported(module: str, prepare: Callable[[Any], None]) -> None:
     """Call `prepare` with a module of another package once, at the first look that finds it imported."""
     _when_there.setdefault(module, []).append(prepare)
+
+
+def stand_in(module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """Have `around` stand in for a function of a module of another package, or of its class `owner`, see `put_around`;
+    once that is imported."""
+    when_imported(module, lambda found: put_around(getattr(found, owner) if owner else found, name, around))
 
 
 def look() -> None:

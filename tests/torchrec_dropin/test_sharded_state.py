@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import dmp
 from dmp import CheckpointError, DistributedModelParallel, Layout, RanksError, ShardError, ShardingEnv, full_state_dict
+from dmp.put_around import put_around
 from dmp.state.snapshots import read_into_chunks
 from tests.ranks import mesh, run_ranks
 from tests.test_survival import mortal_ranks
@@ -244,7 +245,7 @@ def read() -> None:
             return [], SimpleNamespace(obj=obj_out)
 
     theirs = SimpleNamespace(ShardedTensorIOPreparer=Preparer)
-    read_into_chunks(theirs)
+    put_around(Preparer, "prepare_read", read_into_chunks)
     for plan in PLANS:
         model, saved = wrapped(plan), {name: torch.rand_like(value) for name, value in zeros().items()}
         state = model.state_dict()
