@@ -16,11 +16,6 @@ from sharders.tensor_parallel.proof.sample import Sample
 TP2 = ShardingEnv.abstract((2,), ("tp",))
 
 
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    head_counts._known.cache_clear()
-
-
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -149,7 +144,6 @@ def test_sounds_without_a_dim_of_channels(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_as_few_patches_as_do_where_the_model_does_not_say_or_says_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in (None, (8 * 64, 8 * 64)):
-        head_counts._known.cache_clear()
         model = Vision((64, 64))
         model.patches = nn.Sequential(nn.Conv2d(3, 32, 8, 8), nn.Flatten(2), Turned())
         if said is not None:

@@ -15,18 +15,12 @@ from torch import nn
 
 from dmp import DistributedModelParallel, PlanError, ShardingEnv, full_state_dict
 from sharders import TensorParallelSharder
-from sharders.tensor_parallel import head_counts
 from sharders.tensor_parallel.proof import sample
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import Llama
 
 TP2 = ShardingEnv.abstract((2,), ("tp",))
 WIDTH, HEADS = 16, 4
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    head_counts._known.cache_clear()
 
 
 class Attention(nn.Module):

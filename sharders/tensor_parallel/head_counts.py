@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from dmp import is_inside, join_name
-from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
 from sharders.tensor_parallel.proof.proof import Verdict, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
 from sharders.tensor_parallel.split.styles import SPLITTING, Style, family
@@ -53,12 +52,6 @@ Divided = dict[tuple[str, str], int]
 
 _PROVED_TOO = ("sum_gradients", "replicate")
 """Styles that are right or wrong of a whole weight, beside those that split."""
-
-
-@lru_cache(maxsize=64)
-def _known(key: Hashable) -> list[Verdict]:
-    """Where the verdict on a plan is kept, by all that decides on it; the oldest are forgotten."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -111,6 +104,7 @@ class ModelRuns:
         self.copies = MetaCopies(model, self.transformer)
         self.parts: dict[str, ModelRuns] = {}
         """Of modules that were run alone, by path."""
+        self._verdicts: dict[tuple[frozenset[Any], frozenset[Any]], Verdict] = {}
 
     def of_block(self, block: Block) -> ModelRuns:
         """Of one of the blocks, alone."""
@@ -178,22 +172,11 @@ class ModelRuns:
             return ""
 
     def verdict(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
-        """Whether a plan is right, see [Note: proof]. What was found for another model that is alike holds for this."""
-        if self.given:
-            return self._found(styles, divided)
-        try:
-            plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
-            key = (self._likeness, self.size, self.axis, *plan)
-        except UnlikeError:
-            return self._found(styles, divided)
-        kept = _known(key)
-        if not kept:
-            kept.append(self._found(styles, divided))
-        return kept[0]
-
-    @cached_property
-    def _likeness(self) -> Hashable:
-        return likeness(self.copies.kept), tuple(self.copies.repeats.items())
+        """Whether a plan is right, see [Note: proof]; found once."""
+        plan = frozenset(styles.items()), frozenset(divided.items())
+        if plan not in self._verdicts:
+            self._verdicts[plan] = self._found(styles, divided)
+        return self._verdicts[plan]
 
     @cached_property
     def _sample(self) -> Sample | UnprovedError:

@@ -3,6 +3,5 @@
 - `proof`: compares outputs and gradients of simulated ranks with those of the whole module
 - `sample`: a small real copy of a module, with inputs, that a plan is proved on
 - `narrow`: makes a copy of a large transformer narrower: the same operations on fewer features
-- `likeness`: whether two modules are alike but for the values of their weights
 - `simulated`: the ranks of a tensor group in one process: threads that take turns
 """

@@ -196,7 +196,7 @@ def _departure(sample: Sample, whole: Run, run: Run) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a plan for a model and all that are alike."""
+    """What is known of a plan for a model."""
 
     wrong: str | None = None
     unproved: str = ""
