@@ -8,12 +8,12 @@ Arrays and lists torch refuses of every subclass, without a word of what to do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
 from dmp.errors import ShardError
+from dmp.put_around import put_around
 from dmp.ranks import say_once
 
 _WHOLE = "t.full_tensor().item(), on all ranks, is the whole's"
@@ -24,8 +24,8 @@ def say_of_shares(_tensors: Any) -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
-    DTensor.numpy = _in_words(torch.Tensor.numpy)  # type: ignore[method-assign]
-    DTensor.tolist = _in_words(torch.Tensor.tolist)  # type: ignore[method-assign]
+    put_around(DTensor, "numpy", _in_words)
+    put_around(DTensor, "tolist", _in_words)
 
 
 def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
@@ -41,18 +41,13 @@ def _number(op_call: Any, args: Any, kwargs: Any) -> Any:
     return of._local_tensor.item()
 
 
-def _in_words(own: Callable[..., Any]) -> Callable[..., Any]:
+def _in_words(own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's own, which may be given the whole (see `read_outside`), and what to do where it refuses."""
-
-    @wraps(own)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return own(self, *args, **kwargs)
-        except RuntimeError as error:
-            raise ShardError(
-                f"{own.__name__}() of a weight, gradient or state that is split, of which each rank has a part: "
-                "full_state_dict(model) and full_optimizer_state_dict(model, optimizer) give plain tensors, whole, "
-                "and so does t.full_tensor(), on all ranks; t.to_local() is this rank's part"
-            ) from error
-
-    return method
+    try:
+        return own(tensor, *args, **kwargs)
+    except RuntimeError as error:
+        raise ShardError(
+            f"{own.__name__}() of a weight, gradient or state that is split, of which each rank has a part: "
+            "full_state_dict(model) and full_optimizer_state_dict(model, optimizer) give plain tensors, whole, "
+            "and so does t.full_tensor(), on all ranks; t.to_local() is this rank's part"
+        ) from error
