@@ -53,14 +53,7 @@ class GradScaler(torch.amp.GradScaler):
         fused = fused_parameters(model)
         if fused and options.get("enabled", True):
             raise _refusal(next(iter(fused)))
-        self._env = env_of(model)
-        super().__init__(self._env.device_type, **options)
-
-    # Private in torch: the one place where gradients are looked at.
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        return _unscale_together(self._env, optimizer, inv_scale, found_inf, allow_fp16)
+        super().__init__(env_of(model).device_type, **options)
 
 
 def _refusal(name: str) -> ShardError:
@@ -157,6 +150,7 @@ def _reaches(losses: Iterable[torch.Tensor], parameters: dict[int, str]) -> str 
 
 
 def _prepare() -> None:
+    # Private in torch: the one place where gradients are looked at.
     put_around(torch.amp.GradScaler, "_unscale_grads_", _torchs_unscale)
     put_around(torch.amp.GradScaler, "scale", _torchs_scale)
 
