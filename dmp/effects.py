@@ -22,8 +22,7 @@ For the whole process, once
   one decision on all ranks where torch's scaler scales a wrapped model's gradients; other models' are left alone
 - `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`,
   `dmp/wrap/step_turns.py: register_optimizer_step_pre_hook`,
-  `sharders/data_parallel/unfinished.py: register_optimizer_step_pre_hook`,
-  `sharders/embedding/seen_part.py: register_optimizer_step_pre_hook`,
+  `sharders/before_steps.py: register_optimizer_step_pre_hook`,
   `sharders/embedding/seen_part.py: register_optimizer_step_post_hook`: an optimizer may be made before the model is
   wrapped
 - `sharders/data_parallel/blocks.py: checkpoint_activation._no_hook =`: a block that torch's composable checkpoint

@@ -5,6 +5,7 @@ rows), `torchrec` (TorchRec's sharders, taken in), `tensor_axis`, `tensor_parall
 files:
 
 - `channel`: exchange of buffers between the ranks of one group
+- `before_steps`: a look at gradients before an optimizer's step, or where its closure has made them
 - `quiet`: silence while code of others is run for a look at it
 """
 

@@ -124,3 +124,33 @@ def test_a_step_without_the_average_of_copies_is_said() -> None:
     for texts in run_ranks(2, stepped_without, "dp"):
         assert len(texts) == 1
         assert "copies of weights part" in texts[0]
+
+
+def stepped_by_closure(axis: str) -> list[str]:
+    """As Lightning makes all steps: the last pass of a group, with the average, is inside of the step."""
+    model, plain = made(axis)
+    ours, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    rank = model.env.data_rank
+
+    def closure() -> torch.Tensor:
+        loss = branches(model, rank, 3)
+        loss.backward()
+        return loss
+
+    with model.no_sync():
+        branches(model, rank, 2).backward()
+    with Said() as said:
+        ours.step(closure)
+        assert all(type(state["momentum_buffer"]) in (torch.Tensor, DTensor) for state in ours.state.values())
+        ours.zero_grad()
+        ours.step(closure=closure)
+    for steps in ((2, 3), (3,)):
+        other.zero_grad()
+        (sum((branches(plain, data_rank, k) for data_rank in range(2) for k in steps), torch.zeros(())) / 2).backward()
+        other.step()
+    return [*said.texts, *differences(model, plain)]
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_closure_makes_what_its_step_is_looked_at_for(axis: str) -> None:
+    assert run_ranks(2, stepped_by_closure, axis) == [[], []]

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from dmp import ShardError, local_of, ranks
+from sharders.before_steps import before_steps
 from sharders.data_parallel.cleared import drop_cleared, show_waiting
 from sharders.data_parallel.fsdp_units import units, weights
 
@@ -52,10 +53,10 @@ def refuse_steps(of: Any, has_raised: Callable[[Any], bool], held: Callable[[Any
 
 @cache
 def _guard() -> None:
-    register_optimizer_step_pre_hook(_check)
+    before_steps(_check)
 
 
-def _check(optimizer: Optimizer, *_: Any) -> None:
+def _check(optimizer: Optimizer) -> None:
     for of, averaged in list(_known.items()):
         if averaged.has_raised(of) and _holds(optimizer, (p for p in averaged.held(of) if p.grad is not None)):
             raise ShardError(

@@ -25,9 +25,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dmp import ShardError
+from sharders.before_steps import before_steps
 from sharders.embedding.drawn_later import carry_place, draw_by_place
 from sharders.embedding.operations import MIXES_COLUMNS, MIXES_ROWS, MOVES, dims_of, is_pointwise
 from sharders.embedding.unread_weight import ALLOWED, name_of, nested
@@ -157,20 +158,20 @@ _put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyD
 
 @cache
 def _prepare() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    before_steps(_before_step)
     register_optimizer_step_post_hook(_after_step)
     import torch._dynamo.config as compiling  # whoever has an optimizer has imported it
 
     compiling.nontraceable_tensor_subclasses.add(SeenPart)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     found = [(p, p.grad.as_subclass(torch.Tensor), p.grad) for p in parameters if type(p.grad) is SeenPart]
     for parameter, plain, _seen in found:
         parameter.grad = plain
     if found:
-        _put_off[optimizer] = found
+        _put_off.setdefault(optimizer, []).extend(found)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
