@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
+from dmp.wrap.keyed import parts
 from dmp.wrap.optimizer_guard import NEEDS_WHOLE, guard_optimizers
 from tests.ranks import mesh, run_ranks
+from tests.test_asked import Said
 
 
 class Shampoo(torch.optim.SGD):
@@ -151,3 +153,24 @@ def guards_once() -> int:
 
 def test_guarding_twice_is_guarding_once() -> None:
     assert run_ranks(1, guards_once) == [0]
+
+
+def says_nothing_of_lightnings() -> None:
+    """Its wrapper is of a class made of its own and of the optimizer's, and hands steps on to that."""
+    (p,) = wrapped(2)[0].parameters()
+    inner = torch.optim.AdamW([p], lr=0.1)
+    for name in ("LightningOptimizer", "_FabricOptimizer"):
+        kind = type(name, (), {"__module__": "lightning.wrappers", "step": lambda self, *args: inner.step(*args)})
+        outer = object.__new__(type("LightningAdamW", (kind, torch.optim.AdamW), {}))
+        outer.__dict__.update({**vars(inner), "_optimizer": inner})
+        with Said() as said:
+            outer.zero_grad()
+            before = local_of(p).clone()
+            step(outer)
+        assert not said.texts
+        assert local_of(p).ne(before).all()
+        assert parts(outer) == [inner]
+
+
+def test_a_wrapper_of_lightnings_is_no_optimizer_to_try() -> None:
+    run_ranks(2, says_nothing_of_lightnings)

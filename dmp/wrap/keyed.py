@@ -1,4 +1,4 @@
-"""TorchRec's keyed optimizers: ours as one of them, and what theirs are made of.
+"""TorchRec's keyed optimizers: ours as one of them, and what theirs, and others' wrappers, are made of.
 
 Its `CombinedOptimizer` and others tell a keyed optimizer by its class. The form (`params`, `state` by parameter,
 `save_param_groups`, `post_load_state_dict`, ...) is `FusedOptimizer`'s own; here it gets the class too, once TorchRec
@@ -38,8 +38,15 @@ def _both(theirs: Any) -> type[FusedOptimizer]:
     return made
 
 
+_WRAPPERS = {
+    "torchrec": {"CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"},
+    **{of: {"LightningOptimizer", "_FabricOptimizer"} for of in ("lightning", "lightning_fabric", "pytorch_lightning")},
+}
+"""Package -> its optimizers that hand every step on to others, to which a look at a step comes by itself."""
+
+
 def parts(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that hold state and update parameters: itself, or those that a wrapper of TorchRec's stands for.
+    """The optimizers that hold state and update parameters: itself, or those that a wrapper stands for.
 
     Such a wrapper makes its `state` and `param_groups` anew whenever they are asked for, or holds another's.
     """
@@ -54,6 +61,5 @@ def inside(optimizer: Any) -> list[Optimizer]:
 
 
 def is_wrapper(optimizer: Optimizer) -> bool:
-    """Whether it is one of TorchRec's that hands every step on to others."""
-    theirs = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torchrec.")]
-    return not {"CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"}.isdisjoint(theirs)
+    """Whether it hands every step on to others."""
+    return any(c.__name__ in _WRAPPERS.get(c.__module__.partition(".")[0], ()) for c in type(optimizer).__mro__)
