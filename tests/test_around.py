@@ -153,20 +153,66 @@ def test_fully_shard_of_a_parent_leaves_it_alone() -> None:
         same({name: got[name] for name, _ in plain.named_parameters()}, dict(plain.named_parameters()))
 
 
-def refused() -> None:
-    model = wrap()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(ShardError, match=r"around a DistributedModelParallel is refused.*leave it out"):
-        DistributedDataParallel(model)
-    with pytest.raises(ShardError, match=r"around Sequential has nothing to do.*wrapped model '0'.*leave it out"):
-        DistributedDataParallel(nn.Sequential(model))
-    assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())
-    assert isinstance(DistributedDataParallel(nn.Linear(2, 1)).module, nn.Linear)
+class Beside(nn.Module):
+    """What trainers have their users write: a wrapped model in a module that trains nothing of its own."""
+
+    def __init__(self, inner: nn.Module, weight: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("weight", torch.tensor(weight))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(ids) * self.weight
+        return out
+
+
+def passed(names: tuple[str, ...]) -> Any:
+    """Two steps of two batches each, the first without averages; under DDP, and in one process."""
+    env = ShardingEnv.from_mesh(mesh((2,), names))
+    model = wrap(env)
+    outer = DistributedDataParallel(Beside(model, 1.0 + env.rank), find_unused_parameters=True)
+    assert isinstance(outer, DistributedDataParallel) and type(outer.module) is Beside
+    optimizer = torch.optim.Adagrad(outer.parameters(), lr=0.1)
+    for step in range(2):
+        with outer.no_sync():
+            loss_of(outer, batch(env.data_rank, 2 * step)).backward()
+        loss_of(outer, batch(env.data_rank, 2 * step + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.module.weight += env.rank
+    outer(batch(0, 0))
+    assert float(outer.module.weight) == 1
+    with pytest.raises(ShardError, match="drop_last"):
+        outer.join()
+    with pytest.raises(ShardError, match=r"leaves averages to the wrapped model.*DDPWrapper"):
+        outer.register_comm_hook(None, None)
+    with pytest.raises(ShardError, match="mixed_precision"):
+        DistributedDataParallel(model, mixed_precision=object())  # type: ignore[arg-type]
+    copied = copy.deepcopy(outer)
+    assert copied.module.inner is not model and torch.equal(copied(batch(0, 0)), outer(batch(0, 0)))
+    assert type(DistributedDataParallel(model).module) is DistributedModelParallel
+    assert type(DistributedDataParallel(nn.Linear(2, 1))) is DistributedDataParallel
     assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
+    return full_state_dict(outer)
 
 
-def test_ddp_with_nothing_to_do_is_refused() -> None:
-    run_ranks(2, refused)
+def passed_plain() -> Any:
+    model = Beside(Net(), 1.0)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for step in range(2):
+        for each in (2 * step, 2 * step + 1):
+            (sum(loss_of(model, batch(rank, each)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"module.{name}": value for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("names", [("dp",), ("shard",)])
+def test_ddp_with_nothing_to_average_passes_calls_on(names: tuple[str, ...]) -> None:
+    """Trainers put it around all they are given, and go by its class."""
+    wanted = passed_plain()
+    for got in run_ranks(2, passed, names):
+        same(got, wanted)
 
 
 # ---- writers of other formats ----

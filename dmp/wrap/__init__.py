@@ -44,5 +44,5 @@
 - `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract
 - `delta_tracker`: which rows of tables were trained since they were last asked for
 - `live_models`: the wrapped models of this process
-- `outer_wrappers`: DistributedDataParallel around wrapped models: left alone, or refused
+- `outer_wrappers`: DistributedDataParallel around wrapped models: it leaves them alone
 """

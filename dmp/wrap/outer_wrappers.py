@@ -1,16 +1,21 @@
-"""torch's data parallelism around wrapped models: it leaves them alone, or is refused.
+"""torch's data parallelism around wrapped models: it leaves them alone.
 
 DistributedDataParallel would broadcast rank 0's chunks over the other ranks', and average gradients of different rows;
 `fully_shard` would cut chunks of different sizes, for which gloo ends the process. Trainers (Accelerate, Lightning,
-Fabric) put them around whatever they are given.
+Composer) put them around whatever they are given, and go by the class of what comes out: where a wrapped model's
+parameters are all that is trained there, that is `PassingDDP`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,33 +23,99 @@ from dmp.errors import ShardError
 from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 from dmp.wrap.skeleton import all_tensors
+from dmp.wrap.torchrec_members import REFUSED
 
-_ADVICE = (
-    "A wrapped model averages its own gradients and is ready to train: leave it out. With accelerate, prepare the "
-    "optimizer and the loader only (where a trainer prepares the model, first set accelerator.prepare_model = "
-    "lambda model, **_: model); with Lightning, give the strategy a module with trainable parameters of its own beside "
-    "it, or a strategy that wraps nothing"
-)
+_OPTIONS = "DistributedModelParallel(..., data_parallel_wrapper=DDPWrapper(...)) and FSDPWrapper(...) take such options"
+_CHANGING = (
+    "mixed_precision",
+    "param_to_hook_all_reduce",
+)  # numbers; the others say when and in which pieces they travel
 
 
-def _check(module: Any) -> None:
-    """Have DistributedDataParallel pass over the wrapped models in a module, or say why it cannot."""
-    if not isinstance(module, nn.Module) or not live.models:
-        return
-    inside = [(path, m) for path, m in module.named_modules() if m in live.models]
-    if not inside:
-        return
-    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    for path, m in inside:
-        if not path:
-            raise ShardError(f"DistributedDataParallel around a DistributedModelParallel is refused. {_ADVICE}")
-        names.update(f"{path}.{name}" for name, _ in all_tensors(m))
-    if not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
-        raise ShardError(
-            f"DistributedDataParallel around {type(module).__name__} has nothing to do: all its trainable parameters "
-            f"are those of the wrapped model {inside[0][0]!r}. {_ADVICE}"
-        )
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+class _NoReducer:
+    """What Lightning readies for a backward pass by hand."""
+
+    def _rebuild_buckets(self) -> None: ...
+
+    def prepare_for_backward(self, _: Iterable[torch.Tensor]) -> None: ...
+
+
+class PassingDDP(DistributedDataParallel):
+    """DDP with nothing to average, for the wrapped models in its module do: what is asked of it is asked of them.
+
+    What is beside them there, frozen weights and buffers, is rank 0's, as under DDP.
+    """
+
+    reducer = _NoReducer()  # type: ignore[assignment]
+    require_forward_param_sync = True
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The module's."""
+        if self.broadcast_buffers:
+            self._send(list(self._beside(self.module.named_buffers())))
+        return self.module(*inputs, **options)
+
+    @property
+    def process_group(self) -> Any:  # type: ignore[override]
+        """All ranks of the wrapped models."""
+        return self._wrapped[0].env.everyone
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether dense gradients are averaged, see `DistributedModelParallel.no_sync`."""
+        return all(m.require_backward_grad_sync for m in self._wrapped)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for m in self._wrapped:
+            m.require_backward_grad_sync = value
+
+    def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: there is nothing to send.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(f"this DistributedDataParallel leaves averages to the wrapped model inside; {_OPTIONS}")
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, as a wrapped model's.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(f"a wrapped model has no 'join', which is {REFUSED['join']}")
+
+    join_hook = join
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+
+    @property
+    def _wrapped(self) -> list[Any]:
+        return [m for m in self.module.modules() if m in live.models]
+
+    def _beside(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[torch.Tensor]:
+        known = {name for path, m in _inside(self.module) for name in _names(path, m)}
+        return (t for name, t in named if name not in known)
+
+    def _send(self, tensors: list[torch.Tensor]) -> None:
+        for each in tensors if self.process_group is not None else ():
+            dist.broadcast(each.detach(), group=self.process_group, group_src=0)
+
+
+def _inside(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(path, m) for path, m in module.named_modules() if m in live.models]
+
+
+def _names(path: str, model: nn.Module) -> list[str]:
+    return [f"{path}.{name}" if path else name for name, _ in all_tensors(model)]
 
 
 def keep_from_fully_shard(model: nn.Module) -> None:
@@ -62,5 +133,37 @@ def guard_ddp() -> None:
 
 
 def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
-    _check(module)
+    inside = _inside(module) if live.models and isinstance(module, nn.Module) else []
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) if inside else set()
+    names.update(name for path, m in inside for name in _names(path, m))
+    if inside and not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
+        _pass(self, module, inspect.signature(own).bind(self, module, *args, **options))
+        return
+    if inside:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     own(self, module, *args, **options)
+
+
+def _pass(outer: Any, module: nn.Module, asked: inspect.BoundArguments) -> None:
+    if changing := [name for name in _CHANGING if asked.arguments.get(name) is not None]:
+        raise ShardError(
+            f"{', '.join(changing)} of a DistributedDataParallel around a wrapped model, which averages its own "
+            "gradients, would change nothing: " + _OPTIONS
+        )
+    kind = type(outer)
+    outer.__class__ = (
+        PassingDDP
+        if kind is DistributedDataParallel
+        else type(kind.__name__, (PassingDDP, kind), {"__module__": kind.__module__})
+    )
+    nn.Module.__init__(outer)
+    outer.module = module
+    asked.apply_defaults()
+    syncs = [
+        asked.arguments.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")
+    ]  # the new, the old
+    outer.broadcast_buffers = next((each for each in syncs if each is not None), True)
+    for name in asked.arguments.keys() - {"self", "module", "process_group"}:
+        setattr(outer, name, asked.arguments[name])
+    if outer.init_sync:
+        outer._send(list(outer._beside(all_tensors(module))))
