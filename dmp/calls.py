@@ -48,6 +48,8 @@ class Calls:
         steps: of optimizers, see step_turns.py in wrap/.
         fused: of what is updated in the backward pass, the groups of options.
         part: what a module updates so -> an optimizer of that; None outside of a model.
+        num_updates: steps of optimizers, and updates in backward passes.
+        taken: by a mark of their values, when state dicts were given out, see taken.py in wrap/.
         num_compared: ranks that compare `digest` in front of every lookup.
         watch: is told of rows that are read, by modules with the hook `tells_rows`; None where nobody watches.
     """
@@ -60,7 +62,8 @@ class Calls:
         self._names: list[str] = []
         self._forwards = 0
         self.steps: deque[str] = deque(maxlen=3)
-        self._digest = self._num_steps = 0
+        self._digest = self._num_steps = self.num_updates = 0
+        self.taken: dict[int, frozenset[int]] = {}
         self._updated_at = -1
         self.fused: Sequence[Mapping[str, Any]] = ()
         self.part: Callable[[Any], Any] | None = None
@@ -84,11 +87,13 @@ class Calls:
         """An optimizer makes a step on what the model holds."""
         self.steps.append(text)
         self._num_steps += 1
+        self.num_updates += 1
         self._digest += zlib.crc32(text.encode())  # a sum, for ranks may have their optimizers in different orders
 
     def note_update(self) -> None:
         """A backward pass comes by tables, and updates those that are updated in it."""
         self._updated_at = self._num_steps
+        self.num_updates += 1
 
     @property
     def is_in_a_step(self) -> bool:

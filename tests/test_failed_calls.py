@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -304,3 +305,34 @@ def test_gradients_that_are_dropped_are_spoken_of() -> None:
     for texts in run_ranks(2, dropped):
         assert len(texts) == 1
         assert "accumulated under no_sync" in texts[0]
+
+
+def keeps_the_best(axis: str, form: str) -> None:
+    """By a loss of each rank's own samples, as of one process; then by one that all ranks have."""
+    model = wrapped(axis)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    kept = []
+    for _ in range(3):
+        kept.append(FORMS[form](model.state_dict()))
+        model(torch.arange(8).view(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(CheckpointError, match=r"of one state dict.*: rank 0 after 0, rank 1 after [1-9].*all_reduce"):
+        model.load_state_dict(kept[2 * model.env.rank])
+    before = full_state_dict(model)
+    model.load_state_dict(kept[1])
+    after = full_state_dict(model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    model.load_state_dict(FORMS[form](model.state_dict()))
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "copied": copy.deepcopy,
+    "cloned": lambda state: {name: value.detach().cpu().clone() for name, value in state.items()},
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_parts_of_several_times_are_not_loaded(axis: str, form: str) -> None:
+    run_ranks(2, keeps_the_best, axis, form)

@@ -17,6 +17,7 @@
 - `data_parallel`: the data-parallel part: checked beforehand, started, started again
 - `copying`: copies of a wrapped model on its mesh
 - `loading`: a state dict into a wrapped model
+- `taken`: when the parts of a state dict that is loaded were taken: at one time on all ranks
 - `reshard`: a running model in another plan, step by step
 - `next_plan`: whether a plan fits a model that is wrapped already, and what it changes
 - `carried`: what tables carry along when their plan changes, in old and in new chunks

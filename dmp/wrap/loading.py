@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from dmp.calls import Calls
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError, DmpError
 from dmp.foreign import type_name
@@ -17,10 +18,16 @@ from dmp.ranks import results_of_all
 from dmp.wrap.agreement import checksum
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.skeleton import all_tensors
+from dmp.wrap.taken import Times, compare_times, times_of
 
 
 def load(
-    made: Assembly, state_dict: Mapping[str, Any], prefix: str | bool = "", strict: bool = True, assign: bool = False
+    made: Assembly,
+    calls: Calls,
+    state_dict: Mapping[str, Any],
+    prefix: str | bool = "",
+    strict: bool = True,
+    assign: bool = False,
 ) -> _IncompatibleKeys:
     """Fill the model; arguments, result and errors as of `DistributedModelParallel.load_state_dict`.
 
@@ -38,10 +45,12 @@ def load(
             raise CheckpointError(f"expected a state dict, name -> tensor; got {type_name(state_dict)}")
         given.update((k[len(prefix) :], v) for k, v in state_dict.items() if k.startswith(prefix))
         missing, unexpected = _check(made, own, given, prefix, strict, assign)
-        return _Told(missing, unexpected, {} if group is None else _checksums(made, own, given))
+        if group is None:
+            return _Told(missing, unexpected, {}, frozenset())
+        return _Told(missing, unexpected, _checksums(made, own, given), times_of(calls, own, given))
 
     found = results_of_all(checked, group, "load_state_dict")
-    missing, unexpected, _ = found[made.env.rank if group is not None else 0]
+    missing, unexpected, *_ = found[made.env.rank if group is not None else 0]
     _compare(found)
     ties = tied_places(made.module) if assign else []
     if assign:  # which gives storage to what is on meta, as in torch
@@ -64,11 +73,13 @@ class _Told(NamedTuple):
     Args:
         missing, unexpected: names.
         checksums: of values, by name.
+        times: at which the rank's parts were taken.
     """
 
     missing: list[str]
     unexpected: list[str]
     checksums: dict[str, int]
+    times: Times
 
 
 def _checksums(made: Assembly, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
@@ -90,6 +101,7 @@ def _checksums(made: Assembly, own: Mapping[str, Any], given: Mapping[str, Any])
 
 def _compare(told: Sequence[_Told]) -> None:
     """Raise what is not the same on all ranks, and would have copies drift apart."""
+    compare_times([each.times for each in told])
     for rank, each in enumerate(told):
         if each[:2] != told[0][:2]:
             raise CheckpointError(

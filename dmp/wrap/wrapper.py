@@ -40,6 +40,7 @@ from dmp.wrap.outer_wrappers import keep_from_fully_shard
 from dmp.wrap.parameter_hooks import carrying_hooks
 from dmp.wrap.reshard import Resharding, reshard
 from dmp.wrap.stand_ins import stand_in
+from dmp.wrap.taken import note_taken
 from dmp.wrap.torchrec_members import torchrec_member
 
 
@@ -315,7 +316,9 @@ class DistributedModelParallel(nn.Module):
         """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's chunks."""
         check_data(self._made)
         with chunks_shown(self.module, as_state=True):
-            return self.module.state_dict(*args, **kwargs)
+            state = self.module.state_dict(*args, **kwargs)
+        note_taken(self._calls, state, kwargs.get("prefix", ""))
+        return state
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
@@ -337,7 +340,7 @@ class DistributedModelParallel(nn.Module):
             CheckpointError: names (when strict), shapes, or dtypes (with `assign`) that do not fit, a sharded
                 parameter on meta (without), or other values on some rank of what is whole; the model is unchanged.
         """
-        keys = load(self._made, state_dict, prefix, strict, assign)
+        keys = load(self._made, self._calls, state_dict, prefix, strict, assign)
         if assign and self.running is not self.module:  # its hooks are on the parameters that have been replaced
             self._hold(stopped(self._made))
             self.init_data_parallel()
