@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +52,7 @@ class PassingDDP(DistributedDataParallel):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """The module's."""
         if self.broadcast_buffers:
-            self._send(list(self._beside(self.module.named_buffers())))
+            self._send(buffer for m in _outside(self.module) for buffer in m.buffers(recurse=False))
         return self.module(*inputs, **options)
 
     @property
@@ -99,15 +99,20 @@ class PassingDDP(DistributedDataParallel):
 
     @property
     def _wrapped(self) -> list[Any]:
-        return [m for m in self.module.modules() if m in live.models]
+        return [m for outer in _outside(self) for m in outer.children() if m in live.models]
 
-    def _beside(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[torch.Tensor]:
-        known = {name for path, m in _inside(self.module) for name in _names(path, m)}
-        return (t for name, t in named if name not in known)
+    def _send(self, tensors: Iterable[torch.Tensor]) -> None:
+        for each in tensors:
+            if self.process_group is not None:
+                dist.broadcast(each.detach(), group=self.process_group, group_src=0)
 
-    def _send(self, tensors: list[torch.Tensor]) -> None:
-        for each in tensors if self.process_group is not None else ():
-            dist.broadcast(each.detach(), group=self.process_group, group_src=0)
+
+def _outside(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules down to the wrapped ones, which may be large."""
+    if module not in live.models:
+        yield module
+        for child in module.children():
+            yield from _outside(child)
 
 
 def _inside(module: nn.Module) -> list[tuple[str, Any]]:
@@ -166,4 +171,6 @@ def _pass(outer: Any, module: nn.Module, asked: inspect.BoundArguments) -> None:
     for name in asked.arguments.keys() - {"self", "module", "process_group"}:
         setattr(outer, name, asked.arguments[name])
     if outer.init_sync:
-        outer._send(list(outer._beside(all_tensors(module))))
+        own = {id(t) for m in outer._wrapped for _, t in all_tensors(m)}
+        beside = [t for m in _outside(module) for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        outer._send(t for t in beside if id(t) not in own)
