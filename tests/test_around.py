@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import (
@@ -213,6 +214,25 @@ def test_ddp_with_nothing_to_average_passes_calls_on(names: tuple[str, ...]) -> 
     wanted = passed_plain()
     for got in run_ranks(2, passed, names):
         same(got, wanted)
+
+
+def wrapped_again() -> None:
+    env, line = ShardingEnv.from_mesh(mesh((2,), ("shard",))), mesh((2,))
+    tensor_parallel = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    before: dict[str, Callable[[nn.Module], nn.Module]] = {
+        r"'0.weight' as a DTensor.*FSDPWrapper.*TensorParallelSharder": lambda m: fully_shard(m, mesh=line),
+        "has '0.weight' as a DTensor": lambda m: parallelize_module(m, line, tensor_parallel),
+        r"holds torch's DistributedDataParallel \(at ''\)": DistributedDataParallel,
+        r"holds torch's DistributedDataParallel \(at '0'\)": lambda m: nn.Sequential(DistributedDataParallel(m)),
+    }
+    for text, put in before.items():
+        with pytest.raises(ShardError, match=text):
+            DistributedModelParallel(put(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))), env)
+
+
+def test_what_others_have_split_is_not_wrapped_again() -> None:
+    """Ranks looked at the bits of DTensors, for ever."""
+    run_ranks(2, wrapped_again)
 
 
 # ---- writers of other formats ----

@@ -19,6 +19,7 @@ from dmp.contracts import ShardedModule, hook
 from dmp.env import ShardingEnv, default_env, env_of_torchrec
 from dmp.errors import PlanError, ShardError
 from dmp.foreign import is_torchrecs, type_name
+from dmp.places import is_dtensor
 from dmp.ranks.launch import join_launch
 from dmp.registry import (
     adopted,
@@ -64,6 +65,7 @@ class Arguments:
         _check_trackers(self.trackers)
         _check_not_wrapped(self.module)
         _check_may_be_trained(self.module)
+        _check_plain(self.module)
         sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
         for sharder in sharders:
             check_sharder_protocol(sharder)
@@ -194,6 +196,27 @@ def _check_may_be_trained(module: nn.Module) -> None:
         raise ShardError(
             f"{made[0]!r} and {len(made) - 1} more parameters were made under torch.inference_mode(), where "
             "nobody can train them. Make the model outside of it, or, to evaluate alone, model.requires_grad_(False)"
+        )
+
+
+_AVERAGES = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def _check_plain(module: nn.Module) -> None:
+    """What splits or averages dense weights comes of the mesh: two of them do each other's work again, and a look at a
+    DTensor's bits, which ranks take to compare their values, may take torch for ever."""
+    for path, each in module.named_modules():
+        if name := next((c.__name__ for c in type(each).__mro__ if c.__name__ in _AVERAGES), None):
+            raise ShardError(
+                f"the module to wrap, {type(module).__name__}, is or holds torch's {name} (at {path!r}), which averages"
+                " the gradients that a wrapped model averages by itself: wrap the module inside of it"
+            )
+    if name := next((name for name, t in all_tensors(module) if is_dtensor(t)), None):
+        raise ShardError(
+            f"the module to wrap, {type(module).__name__}, has {name!r} as a DTensor, as of fully_shard or "
+            "parallelize_module: wrap the plain module, on a mesh whose axes say what is split: 'shard' as by "
+            "fully_shard, whose options are data_parallel_wrapper=FSDPWrapper(...), 'tp' as by parallelize_module, "
+            "whose plan is sharders=[TensorParallelSharder({...}), *default_sharders()]"
         )
 
 
