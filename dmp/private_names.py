@@ -76,6 +76,7 @@ FSDP2 and DDP
 - `_module_info`: what lies in the place of a weight that is split
 - `_module_parameters`, `_build_params_for_reducer`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's
   reducer, which gradients it takes for sparse, and its buffers
+- `_get_ddp_logging_data`: what Lightning asks of a DDP
 - `_join_config`: whether ranks make different numbers of steps, by torch's `Join`
 - `_reset_state`, `_get_sequence_number_for_group`: after a backward pass that raised, and
   whether it did at the same point on all ranks
@@ -132,6 +133,7 @@ Compiling
 - `_C`, `_get_dispatch_mode`, `_TorchDispatchModeKey`: whether tensors are fake, whose memory nobody may read
 
 Others
+- `_FabricOptimizer`: Lightning's wrapper of an optimizer, which hands steps on
 - `_embedding_names`, `_feature_names`, `_feature_processors`: of TorchRec's collections
 - `_emb_modules`, `_emb_module`, `_embedding_tables`, `_key_to_tables`: FBGEMM's modules in its fused collections, and
   which tables each has

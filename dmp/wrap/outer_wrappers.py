@@ -35,9 +35,10 @@ _CHANGING = (
 class _NoReducer:
     """What Lightning readies for a backward pass by hand."""
 
-    def _rebuild_buckets(self) -> None: ...
-
-    def prepare_for_backward(self, _: Iterable[torch.Tensor]) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python's own, which copies and pickles by them
+            raise AttributeError(name)
+        return lambda *_: None
 
 
 class PassingDDP(DistributedDataParallel):
