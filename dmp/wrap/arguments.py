@@ -191,7 +191,8 @@ def _check_not_wrapped(module: nn.Module) -> None:
 
 
 def _check_may_be_trained(module: nn.Module) -> None:
-    made = [name for name, p in module.named_parameters() if p.requires_grad and p.is_inference()]
+    kept = ((name, p) for name, p in module.named_parameters() if p.requires_grad and not is_lazy(p))
+    made = [name for name, p in kept if p.is_inference()]
     if made:
         raise ShardError(
             f"{made[0]!r} and {len(made) - 1} more parameters were made under torch.inference_mode(), where "
