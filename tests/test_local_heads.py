@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardingEnv, to_unsharded
 from tests.ranks import mesh, run_ranks
 
 HEADS, GROUPS, SIZE = 4, 2, 4
@@ -102,7 +102,12 @@ def check(style: str) -> None:
     expected = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=lambda m, name=name: f"{name}: {m}")
-    torch.testing.assert_close(copy.deepcopy(model)(ids), plain(ids))
+    for layer in (*model.module.layers, *plain.layers):
+        layer.kept = {"rows": [1, 2]}
+    model.module.layers[0].kept["rows"].append(3)
+    for copied in (copy.deepcopy(model).module, to_unsharded(model)):
+        torch.testing.assert_close(copied(ids), plain(ids))
+        assert [layer.kept["rows"] for layer in copied.layers] == [[1, 2, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined", "named"])

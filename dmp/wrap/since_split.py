@@ -39,8 +39,10 @@ class SinceSplit:
     def __init__(self, module: nn.Module, skeleton: nn.Module, owned: Iterable[str]) -> None:
         self._owned = frozenset(owned)
         self._modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if self._is_ours(path)}
-        before = dict(skeleton.named_modules(remove_duplicate=False))
-        self._then = {path: dict(m.__dict__) for path, m in self._modules.items()}
+        before, found = dict(skeleton.named_modules(remove_duplicate=False)), self._modules.items()
+        self._then = {path: dict(m.__dict__) for path, m in found}
+        self._sizes = {path: {k: copy.deepcopy(v) for k, v in m.__dict__.items() if _is_fixed(v)} for path, m in found}
+        """What they hold of numbers by name or in a row, in which splits have set some."""
         self._own = {path: frozenset(before[path].__dict__) for path in self._modules}
         """Names of the attributes that each module had before."""
         self._hooks = {path: {kind: _keys(before[path], kind) for kind in _HOOKS} for path in self._modules}
@@ -82,13 +84,14 @@ class SinceSplit:
         new._non_persistent_buffers_set |= old._non_persistent_buffers_set
 
     def _give_attributes(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
-        then = self._then[path]
+        then, sizes = self._then[path], self._sizes[path]
         for name in self._own[path] - _TORCHS - old.__dict__.keys():
             new.__dict__.pop(name, None)
         for name, value in old.__dict__.items():
             if name in _TORCHS or (name in then and name not in self._own[path]):
                 continue  # what has been split has hooks and states of its own
             is_computed = isinstance(value, torch.Tensor) and not value.is_leaf
+            is_computed |= name in sizes and value is then[name] and value == sizes[name]
             if is_computed or (isinstance(value, _FIXED + _CALLED) and name in then and value is then[name]):
                 continue
             try:
@@ -105,6 +108,14 @@ class SinceSplit:
                 if key not in known and not str(getattr(hook, "__module__", "")).startswith(_SPLITTING):
                     held[key] = copy.deepcopy(hook, memo)
         new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is a dict, list or tuple of numbers and the like, or of such."""
+    if type(value) not in (dict, list, tuple):
+        return False
+    items = value.values() if type(value) is dict else value
+    return bool(value) and all(isinstance(each, _FIXED) or _is_fixed(each) for each in items)
 
 
 def _keys(module: nn.Module, kind: str) -> frozenset[int]:
