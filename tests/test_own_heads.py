@@ -175,6 +175,18 @@ def test_as_many_samples_as_a_rank_has_heads() -> None:
     run_ranks(2, _as_many_samples_as_heads)
 
 
+def _masks() -> None:
+    """In training, where dropout may have made weights larger: one that all ranks have stays what it is."""
+    weights = nn.functional.dropout(torch.rand(3, 1, WORDS, WORDS).softmax(-1), 0.5)
+    for given, whole in ((torch.ones(3, 1, WORDS, WORDS).tril(), 1), (weights, 2), (-weights, 1)):
+        own_heads.mark(given, own_heads.Of(mesh((2,), ("tp",)), 1, True))
+        assert (given + 0).shape == (3, whole, WORDS, WORDS)
+
+
+def test_masks_are_no_weights() -> None:
+    run_ranks(2, _masks)
+
+
 def _copied_alone() -> None:
     """Where an attention keeps its weights, which are no part of its state."""
     model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ROUNDING = 1e-2
+_DROPPED = 2.0
+"""What rows sum to on average at most, where dropout leaves a few that are larger; those of a mask do to more."""
 _SAME = {
     getattr(torch.Tensor, name).__get__
     for name in ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "_version")
@@ -114,10 +116,9 @@ def whole(given: OwnHeads) -> torch.Tensor:
 def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
     if mine.is_meta:
         return mine
-    values = mine.detach()
-    is_weights = (values >= 0).all()
-    if not of.is_scaled:
-        is_weights &= (values.sum(-1) <= 1 + _ROUNDING).all()
+    values = mine.detach().nan_to_num()  # of rows that are masked whole
+    sums = values.sum(-1)
+    is_weights = (values >= 0).all() & (sums.mean() <= _DROPPED if of.is_scaled else (sums <= 1 + _ROUNDING).all())
     # By its own numbers one rank alone might bring them together, and wait.
     print_of = int(values.double().square().sum().view(torch.int64)) if of.heads is None else 0
     words = [int(is_weights), print_of]
