@@ -191,3 +191,26 @@ def _of_mixed_tables(most_ids: int, reads: list[bool]) -> None:
 def test_own_gradients_are_read_where_they_were_left_beside_partials(ranks: int, most_ids: int, reads: bool) -> None:
     """Where bags are short; those of partials are packed all the same."""
     run_ranks(ranks, _of_mixed_tables, most_ids, [reads])
+
+
+def _without_rows_of_its_own() -> None:
+    """Ranks that look up whole bags for others beside tables of so few rows that they have none of them."""
+    rank = dist.get_rank()
+    configs = [
+        torchrec.EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=8, feature_names=[f"f{i}"])
+        for i, n in enumerate((2, 9))
+    ]
+    torch.manual_seed(0)
+    plain = torchrec.EmbeddingBagCollection(configs)
+    plan = {"embedding_bags.t0.weight": dmp.row_wise(), "embedding_bags.t1.weight": dmp.column_wise([2, 3])}
+    model = dmp.DistributedModelParallel(copy.deepcopy(plain), plan=plan)
+    lengths = torch.tensor([2, 0, 1, 3, 1, 2])
+    ids = torch.tensor([0, 1, 1, 0, 0, 1, 8, 3, 5]) % (2 if rank == 3 else 9)
+    ids[:6] %= 2
+    batch = torchrec.KeyedJaggedTensor(["f0", "f1"], ids, lengths=lengths)
+    torch.testing.assert_close(model(batch).values(), plain(batch).values())
+
+
+def test_ranks_without_rows_of_what_travels_as_partials() -> None:
+    """They ended in "zip() argument 2 is shorter", and the others in a parting."""
+    run_ranks(4, _without_rows_of_its_own)

@@ -371,9 +371,8 @@ class Partials:
         places = [coming.place_of(rank) for rank in range(len(coming.plan.order))]
         elements = elements_of_sources(runs, owned) or [0] * len(places)
         self.sent = [elements[place] for place in places]
-        """Elements for each table rank, this one too."""
         self.awaited = [coming.elements[place] for place in places]
-        """From each."""
+        """Elements for, and from, each table rank, this one too."""
 
     def look_up_others(self, parts: Sequence[torch.Tensor]) -> None:
         """Write what goes to the others, in rank order.
@@ -381,7 +380,8 @@ class Partials:
         Args:
             parts: flat memory for each of them, or for all, one behind the other.
         """
-        sizes = self._sizes_of_others()
+        if not (sizes := self._sizes_of_others()):
+            return
         if len(self._runs) == len(parts) == 1:
             self._fill(0, self._of_others[0], parts[0])
             return
