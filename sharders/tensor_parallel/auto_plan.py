@@ -83,7 +83,7 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
             "model has none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
         )
     if sequence_parallel:
-        styles, note = sequence_styles(runs, styles)
+        styles, note = sequence_styles(runs, styles, divided)
         notes.append(note)
     return Choice(styles, divided, tuple(notes))
 

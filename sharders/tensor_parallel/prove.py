@@ -87,7 +87,7 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
 
 def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, why: str) -> PlanProof:
     """Of a model that does not run each of the outermost modules that run alone."""
-    if is_by_sequence(styles):
+    if _is_by_sequence(styles):
         return PlanProof(unproved=why, divided=divided)
     split = [path for path, style in styles.items() if family(style) in SPLITTING]
     found = _each_alone(runs, split, styles, divided)
@@ -100,7 +100,7 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
 def _prove_rest(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, verdict: Verdict) -> PlanProof:
     """What was not reached in a run of the whole: each of the outermost modules around it that run alone."""
     why = "no output of the sample depends on them"
-    if is_by_sequence(styles):
+    if _is_by_sequence(styles):
         return PlanProof(unproved=f"{_named(verdict.unreached)}: {why}", divided=divided, left=verdict.unreached)
     found = _each_alone(runs, verdict.unreached, styles, divided)
     if found.wrong or found.raised:
@@ -110,7 +110,7 @@ def _prove_rest(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, 
     return PlanProof(on=f"{verdict.on}; so are those of {_named(found.proved)} alone", divided=divided)
 
 
-def is_by_sequence(styles: Mapping[str, Style]) -> bool:
+def _is_by_sequence(styles: Mapping[str, Style]) -> bool:
     """Whether parts of the sequence are between modules: none runs alone then."""
     return any(family(style) == "sequence" or style == "gather_input" for style in styles.values())
 

@@ -14,25 +14,28 @@ whole. Styles, beside those that split:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from dmp import PlanError, is_inside, join_name
-from sharders.tensor_parallel.head_counts import ModelRuns
-from sharders.tensor_parallel.structure.dry_run import DryRunError, Trace
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns, Unsplit
+from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
+from sharders.tensor_parallel.structure.dry_run import DryRunError, Trace, dry_run, make_local, resize, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_norm
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 from sharders.tensor_parallel.structure.transformer import Block, Transformer, outward
 
 
 def sequence_styles(
-    runs: ModelRuns, styles: Mapping[str, str], *, loss_parallel: bool = False
+    runs: ModelRuns, styles: Mapping[str, str], divided: Divided, *, loss_parallel: bool = False
 ) -> tuple[dict[str, str], str]:
-    """The styles with those of sequence parallelism, and a note on how they were found; a proof follows.
+    """The styles with those of sequence parallelism, and a note on how they were verified.
 
     Args:
         styles: module path -> style, exact paths.
+        divided: (module path, attribute) -> local value, as the styles need it.
         loss_parallel: a head that gathers its logits leaves them split.
 
     Raises:
@@ -43,13 +46,14 @@ def sequence_styles(
     done = dict(styles)
     if loss_parallel:
         done |= {p: "colwise_loss_parallel" for p, s in styles.items() if s == "colwise_gather"}
-    gathers = [each for block in transformer.blocks for each in _add_branches(block, done, axis)]
-    whole: Trace | None = None
+    scopes = {scope for block in transformer.blocks for scope in _add_branches(block, done, axis)}
+    unsplit: Unsplit | None = None
     try:
-        whole, note = runs.unsplit().whole, f"sequence parallel: by a dry run with {runs.unsplit().feed.name}"
+        unsplit = runs.unsplit()
+        note = f"sequence parallel: verified by a dry run with {unsplit.feed.name}"
     except DryRunError as error:
-        note = f"sequence parallel: by structure, without a dry run: {error}"
-    final = _final_norm(model, transformer, whole)
+        note = f"sequence parallel: not verified by a dry run: {error}"
+    final = _final_norm(model, transformer, None if unsplit is None else unsplit.whole)
     if final is None and len(transformer.blocks) == 1:
         raise PlanError(
             f"sequence parallel over axis {axis!r} needs a second block or a final norm after "
@@ -59,10 +63,10 @@ def sequence_styles(
     _set(done, transformer.blocks[0].path, "split_sequence", axis)
     _set(done, final or transformer.blocks[-1].path, "gather_sequence", axis)
     owned = [join_name(b.path, n) for b in transformer.blocks for n in _owners(model.get_submodule(b.path))]
-    sliced = [path for path in owned if {scope for scope, _ in gathers}.isdisjoint(outward(path))]
+    sliced = [path for path in owned if scopes.isdisjoint(outward(path))]
     _check_norms(model, [p for p in sliced if p not in done], transformer.width, axis)
-    if whole is not None:
-        sliced = _see_slices(runs, whole, gathers)
+    if unsplit is not None:
+        sliced = _see_slices(runs, done, divided, unsplit)
     norms = [p for p in sliced if p not in done]
     _check_norms(model, norms, transformer.width, axis)
     return {**done, **dict.fromkeys(norms, "sequence")}, note
@@ -89,8 +93,8 @@ def _check_stack(transformer: Transformer, axis: str) -> None:
         )
 
 
-def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[tuple[str, str]]:
-    """Styles of a block's attentions and MLPs; yields modules that gather their input, with what sums the output."""
+def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
+    """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
     for branch in (way for each in block.branches for way in each.ways):
         down = join_name(block.path, branch.down)
         if branch.second and down in styles:
@@ -120,7 +124,7 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[t
             )
         styles[down] = "rowwise_scatter"
         _set(styles, join_name(block.path, scope), "gather_input", axis)
-        yield join_name(block.path, scope), down
+        yield join_name(block.path, scope)
 
 
 def _set(styles: dict[str, str], path: str, style: str, axis: str) -> None:
@@ -156,19 +160,54 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
-def _see_slices(runs: ModelRuns, whole: Trace, gathers: Sequence[tuple[str, str]]) -> list[str]:
-    """Modules with parameters that see a slice of the sequence, in every block: outside of what gathers it, and inside
-    behind the sum."""
-    order = {path: i for i, path in enumerate(whole.order)}
+def _see_slices(runs: ModelRuns, styles: Mapping[str, str], divided: Divided, unsplit: Unsplit) -> list[str]:
+    """Modules with parameters that see a slice of the sequence, in every block, by a dry run."""
+    transformer, size, whole = runs.transformer, runs.size, unsplit.whole
+    length = sequence_length(size)
+
+    def edit(modules: dict[str, nn.Module]) -> None:
+        for path, style in styles.items():
+            if path in modules:
+                _simulate(modules[path], path, style, transformer.width, length, length // size)
+        make_local(modules, styles, divided, size)  # widths are claimed of what has been gathered
+
+    try:
+        seen = dry_run(runs.copies, unsplit.feed, edit)
+        if seen.result != whole.result:
+            raise DryRunError(f"the model's output is {seen.result} instead of {whole.result}")
+    except DryRunError as error:
+        raise PlanError(
+            f"a dry run of this model with the sequence split over axis {runs.axis!r} of size {size} failed: {error}; "
+            "use TensorParallelSharder(sequence_parallel=False)"
+        ) from error
 
     def is_sliced(path: str) -> bool:
-        if not any(len(shape) > 2 for shape in whole.inputs.get(path, ())):
-            return False
-        around = [down for scope, down in gathers if is_inside(path, scope)]
-        return all(not is_inside(down, path) and order[path] > order.get(down, len(order)) for down in around)
+        pairs = zip(seen.inputs.get(path, []), whole.inputs.get(path, []), strict=False)
+        return any(len(s) > 2 and s[1] != w[1] for s, w in pairs)
 
-    found: dict[int, list[str]] = {}
-    for first in runs.transformer.representatives():
+    sliced: dict[int, list[str]] = {}
+    for first in transformer.representatives():
         owners = _owners(runs.model.get_submodule(first.path))
-        found[first.structure] = [name for name in owners if is_sliced(join_name(first.path, name))]
-    return [join_name(block.path, name) for block in runs.transformer.blocks for name in found[block.structure]]
+        sliced[first.structure] = [name for name in owners if is_sliced(join_name(first.path, name))]
+    return [join_name(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
+
+
+def _simulate(module: nn.Module, path: str, style: str, width: int, whole: int, local: int) -> None:
+    """Hooks that change the sequence dimension of shapes as a style does."""
+
+    def leave(length: int) -> None:
+        def resized(output: Any) -> Any:
+            return resize(output, 1, length) if is_hidden_state(output, width) else output
+
+        def hook(_: nn.Module, args: Any, output: Any) -> Any:
+            return (resized(output[0]), *output[1:]) if isinstance(output, tuple) else resized(output)
+
+        module.register_forward_hook(hook)
+
+    if style in ("split_sequence", "gather_input"):
+        length = local if style == "split_sequence" else whole
+        change_hidden_state(module, path, width, lambda x: resize(x, 1, length))
+    elif style == "rowwise_scatter":
+        leave(local)
+    elif style == "gather_sequence":
+        leave(whole)

@@ -19,7 +19,7 @@ from dmp import Layout, PlanError, ShardError, ShardingEnv, is_inside, join_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
 from sharders.tensor_parallel.candidates import sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
-from sharders.tensor_parallel.prove import UNPROVED, is_by_sequence, prove, warn_on_first_rank
+from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.looked_at import show_whole
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
@@ -293,7 +293,9 @@ class _Placing:
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        done, note = sequence_styles(self.runs, _names(styles), loss_parallel=self.sharder.loss_parallel)
+        names = _names(styles)
+        divided = next(self.runs.divisions(names))
+        done, note = sequence_styles(self.runs, names, divided, loss_parallel=self.sharder.loss_parallel)
         return Choice({**styles, **expand(self.model, done)}, {}, (note,))
 
     def _with_heads(self, styles: Styles) -> Styles:
@@ -313,11 +315,10 @@ class _Placing:
             with_sums = prove(self.runs, more, self._choices(choice, more, is_derived))
             styles, proof = (more, with_sums) if with_sums.divided is not None else (styles, proof)
         if proof.divided is None:
-            of_sequence = ", or TensorParallelSharder(sequence_parallel=False)" * is_by_sequence(styles)
             raise _WrongPlanError(
                 f"a tensor-parallel plan that is wrong for this model: run on {self.runs.size} simulated ranks of "
                 f"axis {self.runs.axis!r} with small random inputs, {proof.wrong}; leave out of the plan the module "
-                f"whose weights are not used as its styles say, or pass no plan{of_sequence}{_of_dtensors(styles)}"
+                f"whose weights are not used as its styles say, or pass no plan{_of_dtensors(styles)}"
             )
         notes = choice.notes
         if not any("proved" in note for note in notes) or (proof.unproved and not is_derived):

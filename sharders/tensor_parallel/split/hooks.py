@@ -166,8 +166,8 @@ def gather_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
 def change_hidden_state(module: nn.Module, path: str, width: int, change: Callable[[torch.Tensor], Any]) -> None:
     """Have `change` called on the hidden state that the module is called with.
 
-    That is its first argument, positional ones before those by keyword, that is floating and (B, T, width).
-    A call without one raises `InputError`.
+    That is its first argument, positional ones before those by keyword, that is floating and (B, T, width). A dry run
+    finds it by this same rule. A call without one raises `InputError`.
 
     Args:
         path: of the module, for the error that a call without a hidden state raises.

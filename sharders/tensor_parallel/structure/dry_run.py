@@ -92,6 +92,11 @@ class DryRunError(Exception):
     """The model does not run on meta with guessed inputs, or not with these local shapes."""
 
 
+def sequence_length(size: int) -> int:
+    """At least 8 positions, and the same number on each of `size` ranks."""
+    return size * -(-8 // size)
+
+
 def dry_run(
     copies: MetaCopies,
     feed: Feed,

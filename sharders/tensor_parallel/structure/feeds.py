@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dmp import join_name, map_nested
-from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run
+from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
@@ -45,7 +45,7 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     """
     if any(is_of_torchrec(m) for m in copies.model.modules()):
         return
-    length, width = size * -(-8 // size), copies.transformer.width  # 8 positions or more, as many on each rank
+    length, width = sequence_length(size), copies.transformer.width
     dtype = next((p.dtype for p in copies.model.parameters() if p.is_floating_point()), torch.float32)
     ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
     none = _left_none(copies.model)
