@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
 _EMPTY = CellType()
+_ATOMS = (int, float, complex, str, bytes, NoneType, torch.dtype, torch.device)
+"""Of which a batch may hold many."""
 
 
 def tensors_of(value: Any, where: str = "", *, as_held: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -30,7 +32,7 @@ def _tensors_of(value: Any, where: str, as_held: bool, above: set[int]) -> Itera
     """`above`: what this is looked for in, by its identity: an object may hold one that holds it."""
     if isinstance(value, torch.Tensor):
         yield where, value
-    elif id(value) not in above:
+    elif not isinstance(value, _ATOMS) and id(value) not in above:
         above.add(id(value))
         for place, item in _held_by(value, as_held):
             yield from _tensors_of(item, where + place, as_held, above)

@@ -28,7 +28,7 @@ from dmp.places import is_dtensor
 from dmp.put_around import put_inside
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.by_hand import refuse_parts
-from dmp.state.drawn import draw_by_place
+from dmp.state.drawn import draw_parts_apart
 from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.keyed_clipping import check_clipping
 from dmp.state.kinds import tell_kinds_apart
@@ -199,5 +199,5 @@ def _prepare() -> None:
 
 live.at_first_wrap(_prepare)
 live.stand_in("torchrec.optim.clipping", "GradientClippingOptimizer", "__init__", check_clipping)
-for prepared in (say_of_shares, draw_by_place):
+for prepared in (say_of_shares, draw_parts_apart):
     live.when_imported("torch.distributed.tensor", prepared)

@@ -53,7 +53,7 @@ class ByPlace:
                 torch.set_rng_state(before)
 
 
-def draw_by_place(tensors: Any) -> None:
+def draw_parts_apart(tensors: Any) -> None:
     """From now on, in a process without devices."""
     if torch.accelerator.is_available() or tensors._random._rng_tracker is not None:
         return

@@ -21,6 +21,7 @@ from torch import nn
 
 from dmp import is_dtensor, is_inside, ranks
 from sharders.tensor_parallel.split.plain import plain, replicated
+from sharders.tensor_parallel.split.program_hooks import is_of_program, module_of
 from sharders.tensor_parallel.split.styles import COLWISE, PACKED_ROWS, Style, parts_of
 from sharders.tensor_parallel.structure.linears import features_of
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _GIVES_PARTS = frozenset(COLWISE) - {"colwise_gather", "colwise_loss_parallel"}
 _TAKES_PARTS = frozenset(("rowwise", "rowwise_scatter", *PACKED_ROWS))
-_OWN = ("torch.", "dmp.", "sharders.")
 
 
 def show_whole(
@@ -98,7 +98,7 @@ class _Looks:
         style, is_new = self.styles[path], False
         both: Any = (module._forward_hooks, module._forward_pre_hooks)
         for is_before, hooks in enumerate(both):
-            theirs = [key for key, hook in hooks.items() if isinstance(hook, _Looking) or not _is_own(hook)]
+            theirs = [key for key, hook in hooks.items() if isinstance(hook, _Looking) or is_of_program(hook)]
             for key in reversed(theirs) if is_before else theirs:
                 if not isinstance(hooks[key], _Looking):
                     takes, gives = (self.between.parts_of,) * 2 if style is None else _parts(style)
@@ -142,16 +142,6 @@ class _Between:
         return self.parts if x.shape == self.shape else 0
 
 
-def _is_own(hook: Any) -> bool:
-    return f"{_module_of(hook)}.".startswith(_OWN)
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)
-
-
 def _agree(paths: list[str], mesh: DeviceMesh, everyone: dist.ProcessGroup | None) -> None:
     """Raises `RanksError` on all ranks where they have hooks on different modules."""
     others = f" and {len(paths) - 3} others ({zlib.crc32(repr(paths).encode())})" if len(paths) > 3 else ""
@@ -170,7 +160,7 @@ class _Looking:
     ) -> None:
         self.hook, self.mesh, self.is_before = hook, mesh, is_before
         self.parts_in, self.parts_out = parts_in, parts_out
-        self.__module__ = _module_of(hook)
+        self.__module__ = module_of(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.hook, memo)

@@ -51,7 +51,7 @@ def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style
         if torch.compiler.is_compiling() or (number := sum(map(len, tables))) == num_known:
             return
         num_known = number
-        found = [path for path, module in watched.items() if any(_is_of_program(of) for of in _hooks_of(module))]
+        found = [path for path, module in watched.items() if any(is_of_program(of) for of in _hooks_of(module))]
         if found:
             told.remove()
             (axis,) = mesh.mesh_dim_names or ("tensor",)
@@ -87,8 +87,13 @@ def _hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
     return (hook for kind in _KINDS for hook in getattr(module, kind).values())
 
 
-def _is_of_program(hook: Callable[..., Any]) -> bool:
+def is_of_program(hook: Callable[..., Any]) -> bool:
+    """Whether neither torch nor we have put it there."""
+    return module_of(hook).partition(".")[0] not in _OURS
+
+
+def module_of(hook: Callable[..., Any]) -> str:
+    """In which its function or class is written."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    where = getattr(hook, "__module__", None) or type(hook).__module__
-    return where.partition(".")[0] not in _OURS
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
