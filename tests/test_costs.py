@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +29,21 @@ def test_topology_of_env() -> None:
     assert one == 4 * four
     with pytest.raises(ValueError, match=r"'tpu'.*Topology\("):
         Topology.of(one_axis(2, "tpu"))
+
+
+def test_topology_of_other_accelerators(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert Topology.of(one_axis(8, "xpu")) == Topology.of(one_axis(8))
+    assert caplog.text.count("no figures are known of xpu devices") == 1
+    # A real mesh is planned for the memory that its devices have, not for an H100's.
+    env = replace(one_axis(2, "xpu"), mesh=mock.Mock())
+    with (
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        mock.patch("torch.accelerator.current_device_index", return_value=1),
+        mock.patch("torch.accelerator.get_memory_info", create=True, return_value=(20e9, 24e9)) as asked,
+    ):
+        assert Topology.of(env).memory_bytes == 24e9
+        asked.assert_called_once_with(torch.device("xpu", 1))
 
 
 def test_topology_figures_by_axis() -> None:

@@ -9,11 +9,13 @@ import signal
 import time
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dmp.ranks.groups import control_group, device_of, own_group
 from sharders.tensor_parallel.structure import caches
 from tests import ranks
 from tests.ranks import RankError, mesh, run_ranks
@@ -190,3 +192,27 @@ def test_close_pools_leaves_no_process() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+# ---- groups of accelerators, of which there is none here ----
+
+
+def groups_of_an_accelerator(config: str, where: str) -> None:
+    """torch is made to say that the group has that backend: CUDA's, and those of devices that torch does not know."""
+    group = dist.new_group(backend="gloo")
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch("torch.accelerator.current_device_index", return_value=3),
+    ):
+        assert device_of(group) == torch.device(where)
+        own, other = control_group(group), own_group(group, "table")
+    assert other is group, "its own backend's"
+    assert own is not group and dist.get_backend(own) == "gloo"
+    assert device_of(own) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "where"), [("cuda:nccl", "cuda:3"), ("cpu:gloo,xpu:xccl", "cpu"), ("hpu:hccl", "hpu:3")]
+)
+def test_small_things_of_an_accelerators_group_are_exchanged_on_the_cpu(config: str, where: str) -> None:
+    run_ranks(2, groups_of_an_accelerator, config, where)

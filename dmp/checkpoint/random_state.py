@@ -39,7 +39,7 @@ def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
     states = {device: _read(load.source, key) for device, key in wanted.items()}
     if exact:
         try:
-            torch.Generator().set_state(states["cpu"])
+            torch.Generator(device="cpu").set_state(states["cpu"])
         except RuntimeError as error:
             raise CheckpointError(f"{load.source.path}: the random state is none of torch's: {error}") from error
 
@@ -60,6 +60,6 @@ def _read(source: Source, key: str) -> torch.Tensor:
     size, dtype = source.shapes[key]
     if len(size) != 1 or not 0 < size[0] <= _MOST_BYTES or dtype != torch.uint8:
         raise CheckpointError(f"{source.path}: {key!r} is {dtype} of {size}; expected a generator's state, some bytes")
-    state = torch.empty(size, dtype=torch.uint8)
+    state = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
     source.read({key: as_chunks(state)})
     return state

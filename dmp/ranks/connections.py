@@ -34,8 +34,13 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
         ValueError: the group was destroyed.
     """
     dist.get_backend(group)  # which says so, where the next does not
-    each = [part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")]
-    return next((backend for backend in each if backend != "gloo"), "gloo")
+    return next((backend for backend in backends_of(group).values() if backend != "gloo"), "gloo")
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Type of a device whose tensors a group exchanges -> the backend that does it."""
+    each = [part.rpartition(":") for part in dist.get_backend_config(group).split(",")]
+    return {kind or "cpu": backend for kind, _, backend in each}
 
 
 def shut_all() -> int:

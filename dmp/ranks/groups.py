@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dmp.errors import RanksError
 from dmp.ranks import call_log, watchdog
-from dmp.ranks.connections import backend_of
+from dmp.ranks.connections import backend_of, backends_of
 from dmp.ranks.entry import entry
 
 
@@ -41,7 +41,7 @@ def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
     is_control = purpose in _ON_THE_CPU
     if dog is None or dist.get_world_size(group) == 1:
         return group
-    if backend != "gloo" and not (backend == "nccl" and is_control and dist.is_gloo_available()):
+    if backend != "gloo" and not (is_control and _needs_gloo(group)):
         return group
     ranks = dist.get_process_group_ranks(group)
     made = call_log.own_groups.get((tuple(ranks), purpose))
@@ -99,7 +99,13 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be that the group exchanges."""
-    if backend_of(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Where tensors must be that the group exchanges: on the CPU where it takes these, else on its accelerator."""
+    kinds = backends_of(group)
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
+
+
+def _needs_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether no backend but gloo could exchange what lies on the CPU for a group of an accelerator's backend."""
+    return backends_of(group).get("cpu", "gloo") == "gloo" and dist.is_gloo_available()

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from dmp import ShardingEnv, shown
 from planner.arguments import is_number, positive, several, whole
 from planner.costs import topology_file
@@ -21,6 +23,7 @@ _log = logging.getLogger("dmp")
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
+_H100_BYTES = 80e9
 _NEEDED = ("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency")
 _PER_AXIS_FIGURES = ("link_bandwidth", "link_latency", "collective_bandwidth", "collective_latency")
 _LEAST, _MOST = 1e-15, 1e30
@@ -152,24 +155,15 @@ class Topology:
     def of(cls, env: ShardingEnv) -> Topology:
         """Usual figures for the env's device type.
 
-        `cuda`: H100 boxes of 8, one 50 GB/s network card per GPU; an axis that stays inside 8 consecutive ranks, or
-        lies inside an axis called `host`, is NVLink. `cpu`: the machine that comes as `cpu`, all ranks on one of its
-        hosts, through whose memory they exchange, and share it (`LOCAL_WORLD_SIZE` of them where a launcher set it,
-        else all but the axis called `host`). `calibrate` measures another.
+        `cpu`: the machine that comes as `cpu`, all ranks on one of its hosts, through whose memory they exchange, and
+        share it (`LOCAL_WORLD_SIZE` of them where a launcher set it, else all but the axis called `host`). Others: H100
+        boxes of 8, one 50 GB/s network card per GPU; an axis that stays inside 8 consecutive ranks, or lies inside an
+        axis called `host`, is NVLink. Their memory is what this process's own device has, where the mesh is a real one,
+        and 80 GB offline; that an accelerator is none of CUDA's is said once. `calibrate` measures another.
 
         Raises:
-            ValueError: another device type.
+            ValueError: no device type that torch knows.
         """
-        if env.device_type == "cuda":
-            fast = [_is_inside_host(env, i, _CUDA_RANKS_PER_HOST) for i in range(len(env.shape))]
-            return cls(
-                memory_bytes=80e9,
-                memory_bandwidth=2.5e12,
-                flops=6e13,
-                link_bandwidth=tuple(450e9 if f else 50e9 for f in fast),
-                link_latency=tuple(1e-5 if f else 2.5e-5 for f in fast),
-                product_flops_16=4e14,
-            )
         if env.device_type == "cpu":
             hosts = dict(zip(env.names, env.shape, strict=True)).get("host", 1)
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, env.size // hosts)
@@ -177,9 +171,14 @@ class Topology:
             inside: dict[str, Any] = {name: getattr(box, name)[-1] for name in _PER_AXIS_FIGURES}
             memory_bytes = host_memory_bytes() / local_ranks
             return replace(box, memory_bytes=memory_bytes, **inside, ranks_per_host=None, name="", sources={})
-        raise ValueError(
-            f"no default topology for device type {env.device_type!r} (known: cpu, cuda); "
-            "pass ShardingPlanner(topology=Topology(...)) with its figures"
+        fast = [_is_inside_host(env, i, _CUDA_RANKS_PER_HOST) for i in range(len(env.shape))]
+        return cls(
+            memory_bytes=_device_memory_bytes(env),
+            memory_bandwidth=2.5e12,
+            flops=6e13,
+            link_bandwidth=tuple(450e9 if f else 50e9 for f in fast),
+            link_latency=tuple(1e-5 if f else 2.5e-5 for f in fast),
+            product_flops_16=4e14,
         )
 
     @cached_property
@@ -268,6 +267,34 @@ def host_memory_bytes() -> float:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return total
+
+
+def _device_memory_bytes(env: ShardingEnv) -> float:
+    """Memory that this rank's accelerator has, or that an H100 has where there is none to ask, as offline."""
+    try:
+        torch.device(env.device_type)
+    except RuntimeError as error:
+        raise ValueError(
+            f"no default topology for device type {env.device_type!r}, which torch does not know; "
+            "pass ShardingPlanner(topology=Topology(...)) with its figures"
+        ) from error
+    if env.device_type != "cuda":
+        _say_borrowed(env.device_type)
+    if env.mesh is None:
+        return _H100_BYTES
+    try:
+        return float(torch.accelerator.get_memory_info(env.device)[1]) or _H100_BYTES
+    except (AttributeError, RuntimeError, ValueError):  # an older torch, a device that does not tell, or none at all
+        return _H100_BYTES
+
+
+@cache
+def _say_borrowed(device_type: str) -> None:
+    _log.warning(
+        "no figures are known of %s devices: plans are made with an H100's speeds; `Topology.load` or "
+        "`ShardingPlanner(topology=Topology(...))` gives others",
+        device_type,
+    )
 
 
 def _is_inside_host(env: ShardingEnv, axis: int, ranks_per_host: int) -> bool:
