@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     import torch
 
-    if torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "mps":  # for which torch has no collectives
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if item not in gpu]

@@ -42,8 +42,8 @@ def whole_of(value: Any, env: ShardingEnv) -> tuple[torch.Tensor, str]:
     """The tensor put together from all ranks' pieces, and what is wrong with them, if anything."""
     mine = [(offset, piece.cpu()) for offset, piece in pieces_of(value)]
     everyone: list[Pieces] = ranks.gather_objects("putting pieces together", mine, env.group())
-    whole = torch.zeros(tuple(value.shape), dtype=value.dtype)
-    known = torch.zeros(tuple(value.shape), dtype=torch.bool)
+    whole = torch.zeros(tuple(value.shape), dtype=value.dtype, device="cpu")
+    known = torch.zeros(tuple(value.shape), dtype=torch.bool, device="cpu")
     for held in everyone:
         for offset, piece in held:
             target, is_known = _part(whole, offset, piece.shape), _part(known, offset, piece.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dmp import (
@@ -83,7 +84,10 @@ def parameter_sharding(kind: str, kernel: str, shards: Shards, env: ShardingEnv)
     ordered = sorted(shards, key=lambda s: s.offsets[::-1] if kind == _GRID else s.offsets)
     # Ranks of theirs count in their group; placements are looked up among all processes.
     places = dist.get_process_group_ranks(env.table_group)
-    metadata = [ShardMetadata([*s.offsets], [*s.sizes], f"rank:{places[s.rank]}/{env.device_type}") for s in ordered]
+    # A device of an accelerator has a number, which torch compares with that of the tensor that lies there.
+    numbers = 0 if env.device_type == "cpu" else torch.accelerator.device_count()
+    where = [f"{env.device_type}:{rank % numbers}" if numbers else env.device_type for rank in places]
+    metadata = [ShardMetadata([*s.offsets], [*s.sizes], f"rank:{places[s.rank]}/{where[s.rank]}") for s in ordered]
     return ParameterSharding(
         sharding_type=kind,
         compute_kernel=kernel,

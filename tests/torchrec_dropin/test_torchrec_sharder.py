@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from dmp import (
 from planner import ShardingPlanner
 from sharders import EmbeddingBagCollectionSharder, TorchRecSharder
 from sharders.testing import check_sharder
+from sharders.torchrec.sharding_types import parameter_sharding
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 from tests.results import loss_of, same_result
@@ -246,6 +249,18 @@ def _pruned() -> None:
 def test_what_theirs_cannot_make_on_a_cpu_is_said() -> None:
     for error in run_ranks(2, _pruned, expect=ShardError):
         assert "ITEPEmbeddingBagCollectionSharder fails to shard a ITEPEmbeddingBagCollection on cpu" in str(error)
+
+
+def _devices_of_placements(kind: str) -> list[str]:
+    env = replace(env_of("dp2"), device_type=kind)
+    with mock.patch("torch.accelerator.device_count", return_value=2):
+        entry = parameter_sharding("row_wise", "fused", row_wise().shards((8, 4), env), env)
+    return [str(each.placement.device()) for each in entry.sharding_spec.shards]
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("cuda", ["cuda:0", "cuda:1"]), ("cpu", ["cpu", "cpu"])])
+def test_theirs_is_told_which_device_of_a_host_a_rank_has(kind: str, devices: list[str]) -> None:
+    assert run_ranks(2, _devices_of_placements, kind) == [devices] * 2
 
 
 def test_what_is_no_sharder_is_named() -> None:
