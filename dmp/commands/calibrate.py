@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology here")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument(
-        "--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one device for each process (default: cpu)"
+        "--device", default="cpu", metavar="TYPE", help="cuda, ...: one device for each process (default: cpu)"
     )
     parser.add_argument(
         "--rounds", type=int, default=40, metavar="N", help="how often each step is run (default: %(default)s)"

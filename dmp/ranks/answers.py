@@ -166,4 +166,5 @@ def ranks_are(ranks: Sequence[int], one: str = "is", many: str = "are") -> str:
 
 def _spins() -> bool:
     """Whether a thread that waits for others may use time: it does for a device's work."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and bool(torch.get_device_module(device).is_initialized())

@@ -88,7 +88,7 @@ def calibrate(probes: Sequence[Any], ranks: int = 2, device_type: str = "cpu", r
         ValueError: fewer devices than ranks.
         RuntimeError: a process failed.
     """
-    found = ranks if device_type == "cpu" else getattr(torch, device_type).device_count()
+    found = ranks if device_type == "cpu" else torch.get_device_module(device_type).device_count()
     if found < ranks:
         raise ValueError(f"{ranks} ranks need a {device_type} device each; this machine has {found}")
     measured = on_ranks(ranks, device_type, measure, device_type, rounds, Probes(*probes))
@@ -250,7 +250,7 @@ def _text(probe: ProbeShape) -> str:
 
 def _device(device_type: str, ranks: int) -> tuple[float, str]:
     """Bytes of a rank, and what the machine is called."""
-    if device_type == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+    if device_type != "cpu":
+        properties = torch.get_device_module(device_type).get_device_properties(0)
         return float(properties.total_memory), str(properties.name)
     return host_memory_bytes() / ranks, f"{platform.machine()}, {os.cpu_count()} cores"

@@ -236,6 +236,6 @@ def _device_speeds(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return perf_counter()

@@ -202,6 +202,6 @@ def _ids(probe: Probe, generator: torch.Generator) -> torch.Tensor:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return perf_counter()
