@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -30,7 +31,14 @@ def _batch(form: str, dtype: torch.dtype) -> tuple[Ids, list[int]]:
     return Ids(torch.tensor([n - 1 for n in of_ids]).to(dtype), lengths, key_of), of_ids
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.fixture(params=["torch", "numba", "as on a device"])
+def compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What looks through a batch; the last is torch's operators with one read."""
+    if request.param == "as on a device":
+        monkeypatch.setattr(input_checks, "_is_waited_for", lambda _: True)
+    return bool(request.param == "numba")
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_id_outside_is_found(form: str, dtype: torch.dtype, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +62,6 @@ def test_an_id_outside_is_found(form: str, dtype: torch.dtype, compiles: bool, m
             ids.values[place] = kept
 
 
-@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("lengths", "kind"),
@@ -76,8 +83,10 @@ def test_lengths_that_do_not_fit_are_found_before_ids_are_read(
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (2, 0), (0, 3)])
-def test_a_batch_without_lengths_has_no_ids(shape: tuple[int, int]) -> None:
-    for compiles in (False, True):
-        ids = Ids(torch.zeros(0, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), tuple(range(shape[0])))
-        batch = input_checks.check_batch(ids, (3,) * shape[0], True, compiles)
-        assert (batch.counts, batch.shortest, batch.longest) == ((0,) * shape[0], 0, 0)
+def test_a_batch_without_lengths_has_no_ids(shape: tuple[int, int], compiles: bool) -> None:
+    ids = Ids(torch.zeros(0, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), tuple(range(shape[0])))
+    batch = input_checks.check_batch(ids, (3,) * shape[0], True, compiles)
+    assert (batch.counts, batch.shortest, batch.longest) == ((0,) * shape[0], 0, 0)
+    if not all(shape):
+        with pytest.raises(Fault):
+            input_checks.check_batch(replace(ids, values=torch.zeros(2, dtype=torch.int64)), (3,), True, compiles)

@@ -38,7 +38,10 @@ def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool, compiles: bool =
         raise Fault(Kind.ID_DIMS, value=max(dims))
     num_keys, count = ids.lengths.shape[0], ids.values.numel()
     compiles = compiles and ids.lengths.numel() > 0 and all(map(_is_read_by_address, (ids.values, ids.lengths)))
-    words, is_outside = _looked_through(ids, rows) if compiles else (_counted(ids.lengths), True)
+    if compiles:
+        words, is_outside = _looked_through(ids, rows)
+    else:
+        words, is_outside = _counted(ids, rows if is_strict and _is_waited_for(ids.values.device) else None)
     counts = tuple(words[:num_keys])
     if any(not 0 <= length <= count for length in words[num_keys:]):  # so no sum of them has wrapped around
         _raise_length(ids)
@@ -52,18 +55,36 @@ def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool, compiles: bool =
     shortest, longest = words[num_keys:] or (0, 0)
     batch = Batch(**vars(ids), counts=counts, shortest=shortest, longest=longest)
     # Not strict, elsewhere than on the CPU, ids are moved without a look, for which the device would be waited for.
-    looks = is_outside and (is_strict or batch.values.device.type == "cpu")
+    looks = is_outside and (is_strict or not _is_waited_for(batch.values.device))
     outside = _outside(batch, rows) if looks else 0 if is_outside else None
     if outside is None:
         return batch
     return _raise_id(batch, rows, outside) if is_strict else _moved_inside(batch, rows)
 
 
-def _counted(lengths: torch.Tensor) -> list[int]:
-    """Of each key its ids, then the smallest length and the largest: one read, for each waits for the device."""
-    extremes = lengths.aminmax() if lengths.numel() else ()
-    words: list[int] = torch.hstack([lengths.sum(1), *extremes]).tolist()
-    return words
+def _is_waited_for(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _counted(ids: Ids, rows: Sequence[int] | None) -> tuple[list[int], bool]:
+    """Of each key its ids, then the smallest length and the largest; and, given `rows`, whether an id may be outside
+    its table: one read, for each waits for the device."""
+    counts = ids.lengths.sum(1)
+    extremes = ids.lengths.aminmax() if ids.lengths.numel() else ()
+    looks = rows is not None and ids.values.numel() > 0 and ids.lengths.numel() > 0
+    looked = [_may_be_outside(ids, rows or (), counts).to(counts.dtype)] if looks else []
+    words: list[int] = torch.hstack([counts, *extremes, *looked]).tolist()
+    return (words[:-1], bool(words[-1])) if looked else (words, rows is None)
+
+
+def _may_be_outside(ids: Ids, rows: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
+    """Whether there is an id outside, of keys that are read; of lengths that nobody has looked at yet, and where these
+    are wrong anything."""
+    values, given = ids.values, (len(counts), ids.key_of, tuple(rows), ids.values.dtype, ids.values.device)
+    places = torch.arange(values.numel(), device=values.device)
+    key = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
+    limits, least = _smallest_rows(*given), _least_ids(*given)
+    return ((values < least[key]) | (values >= limits[key])).any()
 
 
 def _looked_through(ids: Ids, rows: Sequence[int]) -> tuple[list[int], bool]:
@@ -128,6 +149,15 @@ def _smallest_rows(
     for key, of_feature in zip(key_of, rows, strict=True):
         smallest[key] = min(smallest[key], of_feature)
     return torch.tensor(smallest, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def _least_ids(
+    num_keys: int, key_of: tuple[int, ...], rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """(K,) zero for keys that are read, the least number that there is for others."""
+    least = [0 if key in key_of else torch.iinfo(dtype).min for key in range(num_keys)]
+    return torch.tensor(least, dtype=dtype, device=device)
 
 
 def _raise_id(batch: Batch, rows: Sequence[int], feature: int) -> NoReturn:

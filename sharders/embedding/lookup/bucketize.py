@@ -57,6 +57,7 @@ class Bucketizer:
     def __init__(self, bounds: Sequence[Sequence[int]], device: torch.device, kernel: str | None = None) -> None:
         self.num_blocks = max(len(b) for b in bounds) - 1
         self.device = device
+        self._waits = device.type != "cpu"  # for the device, wherever a size depends on values
         self._use_fbgemm = device.type == "cpu" and kernel != "torch" and not fbgemm_kernel.problem()
         self._compiles = self.num_blocks <= _FEW_BLOCKS and numba_kernel.may_run(kernel, device)
         # All features' rows in one line, so that one search finds the block of every id.
@@ -131,13 +132,18 @@ class Bucketizer:
         line = values.to(torch.int64) + self._first_rows.repeat_interleave(lengths.sum(1), output_size=values.numel())
         found = torch.bucketize(line, self._starts, right=True) - 1
         block = self._numbers[found]
-        if self.num_blocks <= _FEW_BLOCKS:
+        if not self._waits and self.num_blocks <= _FEW_BLOCKS:
             order = torch.cat([(block == k).nonzero().view(-1) for k in range(self.num_blocks)])
         else:
             order = block.to(torch.int32).argsort(stable=True)
         bags = features * batch_size
         bag = torch.arange(bags, device=self.device).repeat_interleave(lengths.reshape(-1), output_size=values.numel())
-        new_lengths = torch.bincount(block * bags + bag, minlength=self.num_blocks * bags).to(values.dtype)
+        bag_in_block, num_bags = block * bags + bag, self.num_blocks * bags
+        if not self._waits:
+            new_lengths = torch.bincount(bag_in_block, minlength=num_bags).to(values.dtype)
+        else:
+            bounds = torch.arange(num_bags + 1, device=self.device)
+            new_lengths = torch.searchsorted(bag_in_block[order], bounds).diff().to(values.dtype)
         new_values = (line - self._starts[found])[order].to(values.dtype)
         new_lengths = new_lengths.view(self.num_blocks * features, batch_size)
         return Bucketized(new_values, new_lengths, order if with_order else None)
