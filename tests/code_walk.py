@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,18 @@ def module_files() -> dict[str, Path]:
     return files
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Of a file or a snippet; of all files some 600,000, at which collections would look again as they are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return list(ast.walk(ast.parse(source)))
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def imports_in(source: str, module: str, is_package: bool, path: str) -> Iterator[Import]:
     """Every import of a file: at any depth, under `TYPE_CHECKING` too, and `import_module` of a literal."""
     package = module if is_package else module.rpartition(".")[0]
@@ -51,7 +64,7 @@ def imports_in(source: str, module: str, is_package: bool, path: str) -> Iterato
         base = package.split(".")[: len(package.split(".")) - (level - 1)]
         return ".".join([*base, *filter(None, [name])])
 
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from (Import(f"{path}:{node.lineno}", alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +144,7 @@ def branches_on_layout_names(source: str) -> list[int]:
     A name that others bear too counts where the `.name` of a layout stands beside it.
     """
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         beside: list[ast.expr | None] = []
         if isinstance(node, ast.Compare):
             beside = [node.left, *node.comparators]

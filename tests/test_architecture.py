@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.code_walk import (
     edges,
     imports_in,
     module_files,
+    nodes_of,
     of_package,
     rooms,
 )
@@ -176,6 +178,13 @@ NOT_IMPORTED_BY_DMP = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """Collections in the tests that follow would look at all nodes."""
+    yield
+    nodes_of.cache_clear()
+
+
 def test_the_walker_sees_every_kind_of_import() -> None:
     source = """
 import a, b.c as d
@@ -229,7 +238,7 @@ def test_dmp_names_sharders_and_planner_in_its_registry_alone() -> None:
         path.relative_to(ROOT).as_posix()
         for module, path in module_files().items()
         if module.partition(".")[0] == "dmp"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path.read_text())
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and target.fullmatch(node.value)
     }
     assert named_in <= {"dmp/registry.py"}
@@ -246,6 +255,11 @@ def test_siblings_take_public_names_of_dmp_alone(package: str) -> None:
     public = set(importlib.import_module("dmp").__all__)
     from_dmp = [i for i in of_package(package) if i.package == "dmp"]
     assert [i for i in from_dmp if i.module != "dmp" or not i.names or not public.issuperset(i.names)] == []
+
+
+def test_no_sharder_imports_the_battery() -> None:
+    found = [i for i in of_package("sharders") if f"{i.module}.{'.'.join(i.names)}".startswith("sharders.testing")]
+    assert found and [i for i in found if not i.place.startswith("sharders/testing/")] == []
 
 
 def test_no_import_cycles() -> None:
@@ -275,17 +289,17 @@ def test_no_private_name_across_files() -> None:
     files = module_files()
     for module, imports in all_imports().items():
         found += [(i.place, n) for i in imports for n in i.names if i.package in PACKAGES and n.startswith("_")]
-        tree = ast.parse(files[module].read_text())
+        nodes = nodes_of(files[module].read_text())
         ours = {
             (alias.asname or alias.name): node.module
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES
             for alias in node.names
             if f"{node.module}.{alias.name}" in files
         }
         found += [
             (f"{files[module].relative_to(ROOT)}:{node.lineno}", node.attr)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id in ours

@@ -14,7 +14,6 @@ from dmp import ChunkedTensor, ParameterInfo, ShardingEnv, column_wise
 from examples.custom_sharder import Experts, ExpertsSharder, ShardedExperts
 from sharders.testing import SharderCheckError, check_sharder
 from tests import equality
-from tests.code_walk import of_package
 from tests.ranks import run_ranks
 
 SIZES = (4, 2, 3, 5)
@@ -82,13 +81,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "mesh", "kind"), CASES)
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 def test_ours_pass(world: int, mesh: str, kind: str) -> None:
     run_ranks(world, check, kind, mesh, timeout=200)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ebc", marks=pytest.mark.slow), "experts"])
-@pytest.mark.parametrize("mesh", [pytest.param("replicate2xshard2", marks=pytest.mark.slow), "host2xlocal2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ebc", "experts"])
+@pytest.mark.parametrize("mesh", ["replicate2xshard2", "host2xlocal2"])
 def test_ours_pass_on_two_axes(mesh: str, kind: str) -> None:
     run_ranks(4, check, kind, mesh, timeout=200)
 
@@ -105,11 +105,6 @@ def check_by_default() -> None:
 def test_env_is_the_default_group() -> None:
     run_ranks(2, check_by_default)
     check_by_default()
-
-
-def test_no_sharder_imports_it() -> None:
-    found = [i for i in of_package("sharders") if f"{i.module}.{'.'.join(i.names)}".startswith("sharders.testing")]
-    assert found and [i for i in found if not i.place.startswith("sharders/testing/")] == []
 
 
 # ---- mutants: each is the example's sharder with one thing wrong ----

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cache
 from types import ModuleType
 
 import pytest
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmp import effects, private_names
 from sharders.quiet import quiet
-from tests.test_architecture import PACKAGES, ROOT, module_files
+from tests.code_walk import PACKAGES, ROOT, module_files, nodes_of
 
 EFFECT = re.compile(
     r"warnings\.\w*(catch|filter)\w*|logging\.disable|gc\.(disable|enable|freeze|unfreeze|set_threshold)|atexit\.\w+"
@@ -49,14 +48,9 @@ def root_of(node: ast.expr) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_go() -> Iterator[None]:
-    """600,000 nodes, which every collection in the tests that follow would look at."""
+    """Collections in the tests that follow would look at all nodes."""
     yield
     nodes_of.cache_clear()
-
-
-@cache
-def nodes_of(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
 
 
 def effects_in(source: str) -> set[str]:
