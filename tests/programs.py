@@ -103,6 +103,10 @@ def _forked(
     return subprocess.CompletedProcess([*arguments], code if processes == 1 else min(abs(code), 1), *said)
 
 
+def _is_kept(name: str, file: str) -> bool:
+    return "site-packages" in file or name.partition(".")[0] in ("dmp", "sharders", "planner")
+
+
 def _become(arguments: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:
     """What `python ARGUMENTS` does once it has imported what the server has."""
     for number, file in enumerate(files, 1):
@@ -112,6 +116,10 @@ def _become(arguments: list[str], cwd: str, environment: dict[str, str], files: 
     os.environ.update(environment)
     for name in {*os.environ} - {*environment, "GLOO_SOCKET_IFNAME"}:
         del os.environ[name]
+    for name, module in [*sys.modules.items()]:  # of tests and examples: of a program's own it would take another's
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(ROOT) and not _is_kept(name, file):
+            del sys.modules[name]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     installed = [entry for entry in sys.path if not Path(entry or cwd).is_relative_to(ROOT) or "site-packages" in entry]
     sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *installed]

@@ -29,7 +29,6 @@ import tempfile
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 """From the request for a pool to its last rank in the group; the first pool's includes the server's imports."""
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -73,7 +72,6 @@ _PRELOAD = (
         for path in sorted((_ROOT / package).rglob("*.py"))
         if path.stem != "__main__"
     ),
-    "tests.ranks",
 )
 """What the server imports; one that cannot be imported is left to the worker that needs it. Ours are imported whole:
 they import one another when first used, which took each new worker a second."""
@@ -268,7 +266,9 @@ def _pool(world_size: int) -> _Pool:
 def _fork_server() -> Any:
     """The context whose processes are forked from a server with `_PRELOAD` imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    # Tests that are collected are called: each rank would import each of their files, and look through it for garbage.
+    tests = [name for name in sys.modules if name.startswith("tests.") and name != "tests.conftest"]
+    context.set_forkserver_preload([*_PRELOAD, "tests.ranks", *tests, "tests.imported"])
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
@@ -323,11 +323,12 @@ def _report(
 def _serve(pipe: Connection, stack_file: str) -> None:
     """Answer requests until the caller closes the pipe or ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
-    gc.get_objects = _objects  # type: ignore[assignment]
+    from tests import imported  # the server's last
+
+    imported.freeze()
     with open(stack_file, "w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file)
-        gc.freeze()  # what was imported stays: the collections between calls need not look at it
         while True:
             _reset()
             try:
@@ -358,23 +359,6 @@ def _reset() -> None:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-
-
-_LRU = type(functools.lru_cache(repr))
-_unfrozen = gc.get_objects
-_function_caches = weakref.WeakSet(x for x in _unfrozen() if type(x) is _LRU)
-"""Begun in the server, which imports this file last: a worker that looked at each object would copy all memory."""
-
-
-def _objects(generation: int | None = None) -> list[Any]:
-    """Those that are not frozen, and functions' caches, for which our code looks.
-
-    No list is made before, in which it would find itself: it would live on, and all that it holds.
-    """
-    found = _unfrozen(generation)
-    if generation is None:
-        found.extend(_function_caches)
-    return found
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+"""What a rank of the suite has imported before its first call, which stays: collections of garbage need not look at it.
+
+The server imports this file last, for it looks at each object: a worker that did would copy all of the memory that it
+shares.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+_LRU = type(functools.lru_cache(repr))
+_unfrozen = gc.get_objects
+_function_caches = weakref.WeakSet(x for x in _unfrozen() if type(x) is _LRU)
+
+
+def freeze() -> None:
+    """Leave it out of collections, and of what `gc.get_objects` finds but for functions' caches."""
+    gc.get_objects = _objects  # type: ignore[assignment]
+    gc.freeze()
+
+
+def _objects(generation: int | None = None) -> list[Any]:
+    """Those that are not frozen, and functions' caches, for which our code looks.
+
+    No list is made before, in which it would find itself: it would live on, and all that it holds.
+    """
+    found = _unfrozen(generation)
+    if generation is None:
+        found.extend(_function_caches)
+    return found
