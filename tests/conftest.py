@@ -4,10 +4,15 @@ sample of what has many cases."""
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST = (
     *("test_transformers", "test_tensor_parallel", "test_pipeline_changes", "test_planner_properties"),
@@ -34,6 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
     torch.set_num_threads(1)
     torch.set_warn_always(True)  # else the first test to meet a warning hides it from the others
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Workers begin with different files: of what is not compiled yet each reads what another has compiled."""
+    of_worker = getattr(session.config, "workerinput", None)
+    if of_worker is None or session.config.args != ["tests"]:
+        return
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    first = int(of_worker["workerid"].removeprefix("gw")) * len(paths) // of_worker["workercount"]
+    for path in paths[first:] + paths[:first]:
+        with suppress(ImportError, SyntaxError):  # told when it is collected
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
