@@ -57,7 +57,7 @@ def cleared(axis: str, way: str, after_average: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("way", [*CLEARS])
 @pytest.mark.parametrize("axis", ["dp", "shard"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_was_accumulated_is_cleared(axis: str, way: str) -> None:
     """Of weights split over `shard` it stayed, and was in the next average, in silence."""
     assert run_ranks(2, cleared, axis, way) == [[], []]

@@ -20,8 +20,15 @@ from tests.transformers_zoo import Llama
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of outputs that a hook makes local
 
 
-@pytest.mark.parametrize("mesh", [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("shard", "tp"))], ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ((2,), ("tp",)),
+        pytest.param(((4,), ("tp",)), marks=pytest.mark.slow),
+        pytest.param(((2, 2), ("shard", "tp")), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_training_equals_one_process(mesh: tuple[tuple[int, ...], tuple[str, ...]]) -> None:
     shape, names = mesh
     run_ranks(2 if shape == (2,) else 4, check_training, "adapted", shape, names)

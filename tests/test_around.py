@@ -331,7 +331,7 @@ def accumulated(shape: tuple[int, ...], names: tuple[str, ...], by: str) -> dict
     ("shape", "names", "by"),
     [((2,), ("dp",), "attribute"), ((2,), ("shard",), "attribute"), ((2, 2), ("shard", "tp"), "no_sync")],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_no_sync_comes_to_the_same(shape: Any, names: Any, by: str) -> None:
     """DDP's attribute was set in silence, and did nothing."""
     world = 4 if len(shape) > 1 else 2

@@ -70,7 +70,7 @@ def changes_gradients(on: str, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "removed"])
 @pytest.mark.parametrize("on", ["dp", "shard", "hsdp"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_hooks_on_gradients(on: str, when: str) -> None:
     size = 4 if on == "hsdp" else 2
     if size == 2 or when == "before":

@@ -110,7 +110,7 @@ ONCE = [(names, what) for what in ("cpu", "to_empty", "frozen for a while") for 
         ("tp", "of parts"),
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_trains_as_one_process_does(names: str, what: str) -> None:
     module = Net()
     CHANGES[what](module)

@@ -81,7 +81,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "mesh", "kind"), CASES)
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(16)
 def test_ours_pass(world: int, mesh: str, kind: str) -> None:
     run_ranks(world, check, kind, mesh, timeout=200)
 

@@ -103,8 +103,7 @@ def trains_split(on: str, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("on", "kind"), [("tp", "apart"), ("shard x tp", "joint")])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("on", "kind"), [("tp", "apart"), pytest.param("shard x tp", "joint", marks=pytest.mark.slow)])
 def test_attentions_that_read_their_width_from_their_input_train_as_in_one_process(on: str, kind: str) -> None:
     """They lay whole on every rank of the axis."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, kind)

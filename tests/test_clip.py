@@ -59,7 +59,7 @@ def clipped(
         ("table_wise", "none", "1"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_norm_and_gradients_are_the_unsharded_models(layout: str, kind: str, world: str) -> None:
     assert GLOBAL_BATCH % 4 == 0
     norm, grads = expected(kind)

@@ -49,7 +49,7 @@ def _module_counts(mesh_name: str, kind: str, optimizer: str | None) -> dict[str
 
 @pytest.mark.parametrize("optimizer", [None, "adagrad"])
 @pytest.mark.parametrize("kind", ["ebc", "ebc_weighted", "ec", "bag", "embedding"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_one_axis(kind: str, optimizer: str | None) -> None:
     for of_rank in run_ranks(2, _module_counts, "dp2", kind, optimizer):
         assert {"row_wise", "column_wise", "table_wise", "data_parallel", "mixed", "grid", "random"} <= set(of_rank)

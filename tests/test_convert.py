@@ -55,6 +55,7 @@ def export(path: str, layout: str, max_shard_bytes: int) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("max_shard_bytes", [10**6, 600])
+@pytest.mark.sampled(2)
 def test_export(layout: str, max_shard_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "out"
     expected = once(run_ranks(2, export, str(path), layout, max_shard_bytes)[0])
@@ -131,6 +132,7 @@ def make_source(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["dmp", "torch", "safetensors", "hugging_face", "folder"])
 @pytest.mark.parametrize("to", ["dmp", "torch", "safetensors"])
+@pytest.mark.sampled(2)
 def test_convert(kind: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / ("in.safetensors" if kind == "safetensors" else "in")
     weights, state = make_source(source, kind)

@@ -41,6 +41,7 @@ def _shared(mesh: str) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "world"), [("replicate2", 2), ("replicate2xshard2", 4), ("shard2xreplicate2", 4)])
+@pytest.mark.sampled(3)
 def test_copies_stay_equal_to_the_bit(mesh: str, world: int) -> None:
     run_ranks(world, _shared, mesh)
 
@@ -83,6 +84,7 @@ def _averaged(mesh: str, interval: int) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "world"), [("replicate2", 2), ("replicate2xshard2", 4)])
+@pytest.mark.sampled(2)
 def test_copies_are_averaged_every_interval(mesh: str, world: int) -> None:
     run_ranks(world, _averaged, mesh, 3)
 
@@ -120,6 +122,6 @@ def _bits(mesh: str, kind: str, interval: int) -> bytes:
     ("mesh", "kind", "interval"),
     [("replicate2xshard2", "ebc", 1), ("replicate2xshard2", "ec", 2), ("dp4", "ebc", 1), ("host2xlocal2", "ebc", 1)],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_same_run_gives_the_same_bits(mesh: str, kind: str, interval: int) -> None:
     assert run_ranks(4, _bits, mesh, kind, interval) == run_ranks(4, _bits, mesh, kind, interval)

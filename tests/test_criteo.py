@@ -70,6 +70,7 @@ def test_parses_every_field(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+@pytest.mark.sampled(3)
 def test_ranks_partition_every_global_batch(log: Path, num_ranks: int, suffix: str) -> None:
     whole = list(CriteoReader(log, 100, 64, part="all"))
     shares = [

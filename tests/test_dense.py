@@ -195,7 +195,7 @@ def _from_meta(mesh: str | None, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt"])
 @pytest.mark.parametrize("mesh", SPLIT)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_values_from_meta_do_not_depend_on_the_mesh(mesh: str, name: str) -> None:
     want = _from_meta(None, name)
     assert all(torch.isfinite(v).all() for v in want.values())
@@ -303,8 +303,8 @@ def _copies(mesh: str) -> None:
         torch.testing.assert_close(again(ids), model(ids), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("mesh", [*SPLIT, "dp2"])
-@pytest.mark.sampled(6)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (_ranks(m) > 2)) for m in (*SPLIT, "dp2")])
+@pytest.mark.sampled(3)
 def test_copies_are_independent(mesh: str) -> None:
     run_ranks(_ranks(mesh), _copies, mesh)
 
@@ -352,7 +352,7 @@ def _delayed(mesh: str) -> None:
         torch.testing.assert_close(twin(ids), model(ids), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "fsdp2xtp2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
 def test_data_parallel_part_may_come_later(mesh: str) -> None:
     run_ranks(_ranks(mesh), _delayed, mesh)
 

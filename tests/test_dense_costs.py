@@ -144,6 +144,7 @@ def _real(mesh: str, name: str) -> None:
         pytest.param("fsdp2xtp2", "gpt", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_stays_on_a_rank_is_what_a_real_wrap_holds(mesh: str, name: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), _real, mesh, name)
 

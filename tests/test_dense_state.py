@@ -170,7 +170,7 @@ def check(saves: Saves, model: str, sources: list[str], target: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "source", "target"), SAMPLE)
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 def test_save_here_load_there(model: str, source: str, target: str, saves: Saves) -> None:
     check(saves, model, [source], target)
 

@@ -73,6 +73,7 @@ def goes_everywhere(folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dp", "shard"])
+@pytest.mark.sampled(2)
 def test_saved_exported_and_read(name: str, tmp_path: Path) -> None:
     run_ranks(2, goes_everywhere, str(tmp_path), name)
     plain = Net(2)

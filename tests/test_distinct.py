@@ -123,7 +123,7 @@ def _popular(layout: str, kernel: str | None, wire: torch.dtype | None) -> tuple
 @needs_numba
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_fewer_bytes_and_the_same_bits_again(layout: str, wire: torch.dtype | None) -> None:
     plain, joined, again = (run_ranks(2, _popular, layout, kernel, wire) for kernel in ("torch", None, None))
     for (expected, all_bytes), (shown, some), (second, _) in zip(plain, joined, again, strict=True):

@@ -78,6 +78,6 @@ def five_steps(mesh: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("mesh", ["single", "dp2", "dp4", "replicate2xshard2", "host2xlocal2"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_five_steps_equal_one_process(mesh: str, optimizer: str) -> None:
     run_ranks(max(1, math.prod(MESHES[mesh][0])), five_steps, mesh, optimizer)

@@ -51,7 +51,7 @@ def drawn(name: str, by: str) -> tuple[dict[str, torch.Tensor], float]:
 
 @pytest.mark.parametrize("name", ["xavier_uniform_", "kaiming_normal_", "normal_"])
 @pytest.mark.parametrize("by", ["rows", "copied", "generator", "method"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_tables_are_drawn_as_wholes_and_ranks_stay_alike(name: str, by: str) -> None:
     """Equal parts had equal values, fans were the parts', and dense copies drawn behind uneven parts differed."""
     (first, number), (second, other) = run_ranks(2, drawn, name, by)

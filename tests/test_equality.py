@@ -35,7 +35,7 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("mesh", "kind", "every"), _cases())
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)

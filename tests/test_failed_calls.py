@@ -90,7 +90,7 @@ def load(axis: str, what: str, in_a_parent: bool) -> list[str]:
         ("shard", "head.weight", "'head.weight' has other values on rank 1"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_does_not_fit_on_one_rank_is_loaded_on_none(axis: str, what: str, text: str, in_a_parent: bool) -> None:
     for raised, *changed in run_ranks(2, load, axis, what, in_a_parent):
         assert not changed
@@ -215,7 +215,7 @@ def test_steps_after_a_backward_pass_that_raised(kind: type[BaseException]) -> N
 
 @pytest.mark.parametrize("part", ["table", "layer"])
 @pytest.mark.parametrize("way", ["zeros", "accumulates", "views", "past", "two"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_steps_of_copies_after_a_backward_pass_that_raised(part: str, way: str) -> None:
     """DDP waited for its end: an assertion of its own, or wrong means; past the wrapper, none, in silence."""
     assert run_ranks(2, interrupted, "dp", MemoryError, part, way) == [True, True]

@@ -157,6 +157,7 @@ def load_weights(path: str, layout: str) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.sampled(2)
 def test_hugging_face_folders(layout: str, files: int, prefix: str, tmp_path: Path) -> None:
     expected = Model().state_dict()
     save_hugging_face(tmp_path / "hf", {prefix + n: t for n, t in once(expected).items()}, files)

@@ -170,7 +170,7 @@ MESHES = {
     [m for meshes in MESHES.values() for m in meshes],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else None,
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_every_mesh_trains_as_the_plain_model(shape: tuple[int, ...] | None, names: tuple[str, ...], ran: str) -> None:
     world = 1 if shape is None else torch.Size(shape).numel()
     done = run_ranks(world, trains_as_plain, shape, names, "llama", {})
@@ -179,7 +179,7 @@ def test_every_mesh_trains_as_the_plain_model(shape: tuple[int, ...] | None, nam
 
 @pytest.mark.parametrize("kind", ["tied llama", "gpt", "bert"])
 @pytest.mark.parametrize("names", [("shard",), ("replicate", "shard")], ids="-".join)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_tied_models(kind: str, names: tuple[str, ...]) -> None:
     run_ranks(2, trains_as_plain, (2,) if len(names) == 1 else (1, 2), names, kind, {})
 
@@ -325,6 +325,7 @@ def accumulates(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     ids=["FSDP", "HSDP", "replicate"],
 )
 @full_backward_hook
+@pytest.mark.sampled(2)
 def test_gradients_accumulate_without_reduction(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(2, accumulates, shape, names)
 
@@ -421,13 +422,14 @@ def close_in_half_precision(shape: tuple[int, ...], names: tuple[str, ...], poli
     ids=["dtype", "policy"],
 )
 @pytest.mark.parametrize("names", [("shard",), ("dp",)], ids="-".join)
+@pytest.mark.sampled(2)
 def test_mixed_precision(names: tuple[str, ...], policy: Any) -> None:
     run_ranks(2, close_in_half_precision, (2,), names, policy)
 
 
 @pytest.mark.parametrize("names", [("shard",), ("dp",)], ids="-".join)
 @pytest.mark.parametrize("offload", [True, CPUOffloadPolicy(pin_memory=False)], ids=["True", "policy"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_offload(names: tuple[str, ...], offload: Any) -> None:
     ran = run_ranks(2, trains_as_plain, (2,), names, "llama", {"offload": offload})
     assert ran == ["FSDPModule" if names == ("shard",) else "ReplicateModule"] * 2

@@ -114,7 +114,7 @@ IN_PLACE = (
     ],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_parameters_of_all_kinds(shape: tuple[int, ...], names: tuple[str, ...], tensor: str, meta: bool) -> None:
     run_ranks(torch.Size(shape).numel(), mixture_trains, shape, names, tensor, meta)
 

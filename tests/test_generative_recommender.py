@@ -195,10 +195,11 @@ def test_losses_are_those_of_one_process(name: str, softmax: str) -> None:
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.sampled(4)
-def test_a_checkpoint_goes_on_elsewhere(softmax: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
+def test_a_checkpoint_goes_on_elsewhere(source: str, softmax: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     want = in_one_process(softmax).losses
-    run_ranks(4, on_mesh, "fsdp2xtp2", softmax, 0, 3, path)
+    run_ranks(math.prod(MESHES[source][0]), on_mesh, source, softmax, 0, 3, path)
     for outcome in run_ranks(2, on_mesh, "dp2", softmax, 3, STEPS, path):
         assert outcome.losses == pytest.approx(want[3:], abs=TOLERANCE)
     plain, task = make_model(softmax), make_task(softmax, ShardingEnv.single())

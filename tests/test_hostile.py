@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[str, Callable[[Path, bytes], None]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_nothing_that_is_read_runs(
     place: str, good: dict[str, Path], net: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

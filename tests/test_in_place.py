@@ -74,6 +74,7 @@ def _trained(in_place: bool, optimizer: str | None, longest: int, clips: bool = 
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", None])
+@pytest.mark.sampled(2)
 def test_they_are_the_same_to_the_bit_as_copied_ones(optimizer: str | None) -> None:
     longest = 1 if optimizer != "adam" else 2
     copied = run_ranks(4, _trained, False, optimizer, longest)

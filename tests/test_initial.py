@@ -129,7 +129,7 @@ def test_same_for_every_plan(kind: str, reference: dict[str, torch.Tensor]) -> N
 @pytest.mark.parametrize(
     ("world", "at"), [(2, "dp2"), (2, "replicate2"), (4, "replicate2xshard2"), (4, "host2xlocal2")]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_same_for_every_mesh(world: int, at: str, reference: dict[str, torch.Tensor]) -> None:
     for held in run_ranks(world, _wrapped, at, "random", 7):
         expected(reference, held)

@@ -74,7 +74,7 @@ def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_families_of_transformers(family: str) -> None:
     wanted = tensors(build(family, "cpu"))
     torch.manual_seed(3)

@@ -29,7 +29,7 @@ def topology(env: ShardingEnv, memory: float) -> Topology:
 MESHES = [((4,), ("dp",)), ((8,), ("shard",)), ((2, 4), ("replicate", "shard")), ((2, 2), ("shard", "tp"))]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("shape", "names"), MESHES)
 @pytest.mark.parametrize("optimizer", ["adagrad", None])
 def test_it_fits_and_a_larger_one_does_not(

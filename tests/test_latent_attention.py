@@ -69,8 +69,8 @@ def tensor_placements(p: Any) -> tuple[Any, ...]:
     return (p.placements[-1],)
 
 
-@pytest.mark.parametrize(("on", "steps"), [("tp", 1), ("tp", 2), ("shard x tp", 2)])
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("on", "steps"), [("tp", 1), ("tp", 2), pytest.param("shard x tp", 2, marks=pytest.mark.slow)])
+@pytest.mark.sampled(2)
 def test_latent_attentions_train_as_in_one_process(on: str, steps: int) -> None:
     """DeepSeek's attention was whole on every rank of the axis."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, steps)

@@ -111,6 +111,6 @@ def check(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined", "named"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_they_are_divided(style: str) -> None:
     run_ranks(2, check, style)

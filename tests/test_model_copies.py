@@ -154,7 +154,7 @@ def independent(name: str, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["deepcopy", *(pytest.param(how, marks=pytest.mark.slow) for how in ("copy", "copy to"))]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_copies_are_independent(name: str, how: str) -> None:
     run_ranks(CASES[name].size, independent, name, how)
 
@@ -233,7 +233,7 @@ def assigned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some("mixed_fsdp2xtp", "hsdp", "adam", without="column_blocks"))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_assigned_values(name: str) -> None:
     run_ranks(CASES[name].size, assigned, name)
 
@@ -261,6 +261,7 @@ def tied(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "shard2", "tp2"])
+@pytest.mark.sampled(3)
 def test_assigned_values_stay_tied(mesh: str) -> None:
     run_ranks(2, tied, mesh)
 
@@ -279,6 +280,8 @@ def from_meta(mesh: str) -> None:
     torch.testing.assert_close(loss, test_dense_state.loss_of(test_dense_state.plain("llama"), 0, 0, 1))
 
 
-@pytest.mark.parametrize(("mesh", "world"), [("shard2", 2), ("tp2", 2), ("shard2xtp2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "world"), [("shard2", 2), ("tp2", 2), pytest.param("shard2xtp2", 4, marks=pytest.mark.slow)]
+)
 def test_assigned_values_give_storage_to_meta(mesh: str, world: int) -> None:
     run_ranks(world, from_meta, mesh)

@@ -252,7 +252,7 @@ def wanting(params: Any) -> Optimizer:
     + [(Calmed, {ROWS, COLUMNS, BOTH}), (Growing, {ROWS, COLUMNS, BOTH, NOTHING}), (Late, {ROWS, COLUMNS, BOTH})],
 )
 @pytest.mark.parametrize("options", [{}, {"lr": 0.0}, {"lr": 1e-9, "scale": 2.0}], ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_which_cuts_an_optimizer_is_wrong_on(kind: Callable[..., Optimizer], wrong: set[str], options: Any) -> None:
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
     before = torch.get_rng_state()

@@ -244,8 +244,11 @@ def world_of(on: str) -> int:
     return prod(MESHES[on][0])
 
 
-@pytest.mark.parametrize(("on", "kind", "options"), CASES)
-@pytest.mark.sampled(52)
+@pytest.mark.parametrize(
+    ("on", "kind", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (world_of(case[0]) > 2)) for case in CASES],
+)
+@pytest.mark.sampled(20)
 def test_options_beside_habits(on: str, kind: str, options: str) -> None:
     run_ranks(world_of(on), trains, on, kind, (DDP if kind == "ddp" else FSDP)[options])
 
@@ -261,7 +264,7 @@ WERE_WRONG: list[tuple[str, str, str, tuple[Habit, ...]]] = [
 
 
 @pytest.mark.parametrize(("on", "kind", "options", "habits"), WERE_WRONG)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_pairs_that_were_wrong(on: str, kind: str, options: str, habits: Sequence[Habit]) -> None:
     run_ranks(world_of(on), trains, on, kind, (DDP if kind == "ddp" else FSDP)[options], habits)
 

@@ -34,7 +34,7 @@ SIZES = {
         ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "rowwise", "own tp_plan is not used: it splits"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_better_plan_is_taken(
     kind: str, others: dict[str, int], down: str, note: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,7 +187,7 @@ def _of_mixed_tables(most_ids: int, reads: list[bool]) -> None:
 
 @pytest.mark.skipif(bool(numba_kernel.problem()), reason="read there by what numba compiles")
 @pytest.mark.parametrize(("most_ids", "reads"), [(1, True), (40, False)])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_own_gradients_are_read_where_they_were_left_beside_partials(ranks: int, most_ids: int, reads: bool) -> None:
     """Where bags are short; those of partials are packed all the same."""
     run_ranks(ranks, _of_mixed_tables, most_ids, [reads])

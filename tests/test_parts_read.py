@@ -272,6 +272,7 @@ def changes_by_another(users: Layout, items: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [row_wise(), column_wise([0, 1])], ids=["rows", "columns"])
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.sampled(2)
 def test_is_not_taken_for_the_whole(layout: Layout, how: str) -> None:
     for error in run_ranks(2, reads, layout, how, expect=ShardError):
         assert "reads table 'items.weight'" in str(error) and "past the model's forward" in str(error)

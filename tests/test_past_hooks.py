@@ -392,7 +392,7 @@ def _generates(shape: tuple[int, ...], names: tuple[str, ...], resharded: bool |
 
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("resharded", [None, False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_generation_that_encodes_past_the_forward(resharded: bool | None, by_layer: bool) -> None:
     """It was refused, as a method that trains; and where a unit was called first, the model was no root any more."""
     run_ranks(2, _generates, (2,), ("shard",), resharded, by_layer)

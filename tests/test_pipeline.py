@@ -128,12 +128,13 @@ def _as_the_plain_loop(mesh: str, layout: str, counts: tuple[int, ...], is_near:
     ("mesh", "layout"),
     [("dp2", "mixed"), ("dp2", "row_wise"), ("dp2", "table_wise"), ("tp2", "row_wise"), ("replicate2", "row_wise")],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_as_the_plain_loop(mesh: str, layout: str) -> None:
     run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 3, 5))
 
 
 @pytest.mark.parametrize(("mesh", "layout"), [("dp2", "mixed"), ("tp2", "row_wise")])
+@pytest.mark.sampled(2)
 def test_as_the_plain_loop_where_ranks_are_near(mesh: str, layout: str) -> None:
     run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 5), True)
 

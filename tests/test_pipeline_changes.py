@@ -101,7 +101,7 @@ def _between_steps(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", [what for what in BETWEEN if what not in ("put_in", "swap")])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_what_happens_between_steps(what: str) -> None:
     first, second = run_ranks(2, _between_steps, what)
     assert first == second and "+first +second +twice +twice" in first
@@ -185,7 +185,7 @@ def _odd_batches(marks: tuple[int, ...], of_rank: int | None, is_near: bool = Fa
 
 
 @pytest.mark.parametrize("marks", [(6, 0), (7, 0, 7), (8, 8, 9), (10, 0), (0, 6, 7, 8)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_odd_batches(marks: tuple[int, ...]) -> None:
     run_ranks(2, _odd_batches, marks, None)
 

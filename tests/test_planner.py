@@ -282,6 +282,7 @@ def test_workloads(name: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
+@pytest.mark.sampled(2)
 def test_a_thousand_tables_on_two_ranks(alike: bool) -> None:
     module = bags(*((1000 + (0 if alike else 37 * i), 16) for i in range(1000)))
     plan = (planner := ShardingPlanner()).plan(module, [BagSharder()], one_axis(2, "cpu"))

@@ -139,7 +139,7 @@ def of_drawn(check: Callable[[Drawn], None]) -> tuple[Test, Test]:
         run.__doc__ = check.__doc__
         return run
 
-    return test(3), pytest.mark.slow(test(150))
+    return test(2), pytest.mark.slow(test(150))
 
 
 def held(plan: ShardingPlan, drawn: Drawn) -> list[int]:

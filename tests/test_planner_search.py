@@ -164,6 +164,7 @@ def test_out_of_time_keeps_the_first_solution() -> None:
     assert not search(p).is_cut_short
 
 
+@pytest.mark.slow  # `test_workloads` of tests/test_planner.py plans twice too
 def test_same_solution_every_time() -> None:
     first, second = (search(problem(3, ranks=8, items=20, memory=0.3)) for _ in range(2))
     assert first.choices == second.choices

@@ -37,7 +37,7 @@ def begun(p: Problem) -> tuple[Loads, list[Slots], float]:
 
 
 @pytest.mark.parametrize(("items", "sizes"), [(60, (1, 2, 4, 8, 16)), (60, (1, 2, 3, 6, 8, 24)), (300, (1, 8))])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_pieces_keep_to_limits_and_find_slots(items: int, sizes: tuple[int, ...]) -> None:
     p = drawn(3, items, 1024, sizes, 12 if items == 60 else 3, 1e9, 8)
     loads, found, before = begun(p)

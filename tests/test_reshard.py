@@ -87,7 +87,7 @@ def check(world: str, kind: str, pairs: list[tuple[str, str]], folder: Path) -> 
 
 
 @pytest.mark.parametrize(("world", "kind", "pairs"), SAMPLE, ids=lambda x: str(x)[:20])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_goes_on_as_from_a_checkpoint(world: str, kind: str, pairs: list[tuple[str, str]], tmp_path: Path) -> None:
     check(world, kind, pairs, tmp_path)
 

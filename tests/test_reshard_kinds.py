@@ -101,7 +101,7 @@ def size_of(mesh_name: str) -> int:
 
 
 @pytest.mark.parametrize(("mesh_name", "kind", "count"), SAMPLE)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_step_in_each_plan(mesh_name: str, kind: str, count: int) -> None:
     for failed in run_ranks(size_of(mesh_name), run_some, mesh_name, kind, count):
         assert not failed, "\n".join(failed)

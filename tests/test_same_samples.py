@@ -87,6 +87,9 @@ def takes_what_each_may_have(shape: tuple[int, ...], names: tuple[str, ...]) -> 
             copy.deepcopy(model)(ids(env.rank))
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 2), ("dp", "tp")), ((2, 2), ("shard", "tp"))])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2,), ("tp",)), *(pytest.param((2, 2), (other, "tp"), marks=pytest.mark.slow) for other in ("dp", "shard"))],
+)
 def test_what_may_differ(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(2 ** len(shape), takes_what_each_may_have, shape, names)

@@ -45,7 +45,7 @@ def _scaled(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "fsdp2", "fsdp2xtp2", "hsdp2x2", "replicate2xtp2"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_step_is_skipped_by_all_or_none(mesh: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), _scaled, mesh)
 

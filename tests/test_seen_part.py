@@ -395,6 +395,7 @@ def compiled_by_hand() -> tuple[float, list[str]]:
     return max(float((found[n] - wanted[n]).abs().max()) for n in wanted), said.texts
 
 
+@pytest.mark.slow  # torch imports its compiler, on each rank
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_takes_it() -> None:
     """torch.compile ended in "Multiple dispatch failed" at a tensor of another class."""

@@ -83,6 +83,7 @@ def changed(on: str) -> None:
 
 
 @pytest.mark.parametrize("on", MESHES)
+@pytest.mark.sampled(2)
 def test_copies_and_the_plain_form_have_it(on: str) -> None:
     """Where weights are split they were as the model had been when it was wrapped, and gave other numbers."""
     run_ranks(2, changed, on)

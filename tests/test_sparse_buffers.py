@@ -59,7 +59,7 @@ def check(name: str, rows: bool, persistent: bool, path: str) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_training_equals_one_process(rows: bool, persistent: bool, tmp_path: Path) -> None:
     for name in ("dp2", "tp2"):
         run_ranks(2, check, name, rows, persistent, str(tmp_path / name))

@@ -68,6 +68,7 @@ def trains(has_forward: bool, reached: str, dense: bool, option: str | None = No
 
 @pytest.mark.parametrize("has_forward", [True, False])
 @pytest.mark.parametrize("reached", REACHED)
+@pytest.mark.sampled(2)
 def test_trains_as_in_one_process(has_forward: bool, reached: str) -> None:
     run_ranks(2, trains, has_forward, reached, True)
 

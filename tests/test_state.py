@@ -59,7 +59,7 @@ PLAIN = Place("table_wise", "1")  # what a plain module is like
     ("kind", "layout"),
     [*((kind, "row_wise") for kind in (*OPTIMIZERS, "none")), ("rowwise_adagrad", "column_wise")],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_load_into_a_plain_module(kind: str, layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step3")
     saved = run_ranks(2, save_from, path, layout, kind, (2,))[0]
@@ -67,6 +67,7 @@ def test_load_into_a_plain_module(kind: str, layout: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad", "none"])
+@pytest.mark.sampled(3)
 def test_plain_save_loads_on_a_mesh(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step3")
     saved = save_from_plain(path, kind)
@@ -104,6 +105,7 @@ def irregular_cuts(path: str, seed: int) -> tuple[dict[str, Any], bool]:
 
 
 @pytest.mark.parametrize("seed", [1, 20, 300])
+@pytest.mark.sampled(3)
 def test_irregular_column_cuts_come_back_to_the_bit(seed: int, tmp_path: Path) -> None:
     for state, same in run_ranks(4, irregular_cuts, str(tmp_path / "saved"), seed):
         assert same
@@ -124,6 +126,7 @@ def unshard(layout: str, shape: tuple[int, ...], names: tuple[str, ...] | None) 
 
 
 @pytest.mark.parametrize(("layout", "world"), [("mixed", "2"), ("uneven", "4"), ("row_wise", "2x2")])
+@pytest.mark.sampled(3)
 def test_unsharded_and_rank0_only(layout: str, world: str) -> None:
     shape, names = WORLDS[world]
     assert all(run_ranks(prod(shape), unshard, layout, shape, names))

@@ -165,7 +165,7 @@ def check(saves: Saves, sources: list[Place], target: Place, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "source", "target"), SAMPLE, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_save_here_load_there(kind: str, source: Place, target: Place, saves: Saves) -> None:
     check(saves, [source], target, kind)
 

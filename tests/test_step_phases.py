@@ -88,6 +88,7 @@ def _counted(mesh: str, kind: str, interval: int) -> None:
         ("shard2xtp2", "ebc_weighted", 1),
     ],
 )
+@pytest.mark.sampled(2)
 def test_bytes_are_those_that_a_channel_sees(mesh: str, kind: str, interval: int) -> None:
     run_ranks(4 if "x" in mesh else 2, _counted, mesh, kind, interval)
 

@@ -173,7 +173,7 @@ def optimizers(model: nn.Module) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("axis", "table"), [("dp", False), ("dp", True), ("shard", False), ("shard", True), ("tp", False)]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_all_ranks_do_alike(axis: str, table: bool) -> None:
     run_ranks(2, together, axis, table)
 

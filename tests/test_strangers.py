@@ -115,7 +115,7 @@ SPLIT = {"palm": 0.0, "contrastive": 0.2}
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in STRANGERS])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_as_strangers_write_them(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, trains_as_whole, name, (2,), ("tp",), str(tmp_path / "saved"))
     assert first == second >= SPLIT.get(name, 0.4)
@@ -165,10 +165,15 @@ def keeps_whole(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "names"),
-    [((2, 1), ("shard", "tp")), ((1, 2), ("shard", "tp")), ((2, 2), ("shard", "tp")), ((2, 2), ("dp", "tp"))],
+    [
+        ((2, 1), ("shard", "tp")),
+        ((1, 2), ("shard", "tp")),
+        pytest.param((2, 2), ("shard", "tp"), marks=pytest.mark.slow),
+        pytest.param((2, 2), ("dp", "tp"), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_plan_replicates_weights_beside_split_ones(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(math.prod(shape), keeps_whole, shape, names)
 
@@ -190,6 +195,10 @@ def evaluates_padded(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 2), ("shard", "tp"))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2,), ("tp",)), pytest.param((2, 2), ("shard", "tp"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_encoder_evaluates_padded_samples(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(math.prod(shape), evaluates_padded, shape, names)

@@ -130,7 +130,7 @@ WHY = {"full at the end": os.strerror(errno.ENOSPC), "read-only": os.strerror(er
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "in the background"])
 @pytest.mark.parametrize("trouble", TROUBLES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_a_disk_that_takes_no_more(trouble: str, asynchronous: bool, folder_for_all: Path) -> None:
     """Onto the last checkpoint; every rank says why and where, and nothing is changed or left behind."""
     (folder_for_all / "file").touch()

@@ -32,6 +32,7 @@ def replaced(shape: tuple[int, ...], axes: tuple[str, ...], before: bool) -> Non
     ("shape", "axes", "before"),
     [((2,), ("dp",), False), ((2,), ("dp",), True), ((2,), ("replicate",), True), ((2,), ("shard",), True)],
 )
+@pytest.mark.sampled(2)
 def test_a_table_that_was_replaced_is_named(shape: tuple[int, ...], axes: tuple[str, ...], before: bool) -> None:
     run_ranks(2, replaced, shape, axes, before)
 

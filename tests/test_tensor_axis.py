@@ -202,6 +202,7 @@ def _mean_factor(mesh_name: str, interval: int) -> float:
     ("mesh_name", "interval", "batches"),
     [("tp2", 1, 1), ("shard2xtp2", 1, 2), ("shard2xtp2", 5, 2), ("replicate2xtp2", 1, 2), ("replicate2xtp2", 5, 1)],
 )
+@pytest.mark.sampled(2)
 def test_gradients_are_means_over_batches_not_ranks(mesh_name: str, interval: int, batches: int) -> None:
     world = math.prod(MESHES[mesh_name][0])
     assert set(run_ranks(world, _mean_factor, mesh_name, interval)) == {1 / batches}
@@ -328,5 +329,6 @@ def _in_place(mesh_name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh_name", ["dp1", "dp2", "tp2"])
+@pytest.mark.sampled(2)
 def test_results_may_be_changed_in_place(mesh_name: str) -> None:
     run_ranks(math.prod(MESHES[mesh_name][0]), _in_place, mesh_name)

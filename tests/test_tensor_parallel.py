@@ -154,13 +154,13 @@ def check_training(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "adapted"])  # test_adapters has these
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 def test_training_equals_one_process(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, check_training, name, (2,), ("tp",), sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.slow  # a quick test of tests/test_transformers.py is on four ranks too
 @pytest.mark.parametrize("name", ["llama", "gpt tied", "bert"])
-@pytest.mark.sampled(3)
 def test_on_four_ranks(name: str) -> None:
     run_ranks(4, check_training, name, (4,), ("tp",), sequence_parallel=name != "bert")
 
@@ -176,6 +176,11 @@ def test_under_fsdp2(name: str, sequence_parallel: bool) -> None:
 @pytest.mark.sampled(2)
 def test_loss_parallel(sequence_parallel: bool) -> None:
     run_ranks(2, check_training, "llama", (2,), ("tp",), with_loss=True, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+def test_loss_parallel_under_fsdp2(sequence_parallel: bool) -> None:
     run_ranks(
         4, check_training, "gpt tied", (2, 2), ("shard", "tp"), with_loss=True, sequence_parallel=sequence_parallel
     )

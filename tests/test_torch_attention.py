@@ -158,8 +158,7 @@ def encodes_as_one_process(mesh: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("mesh", ["tp2", "fsdp2xtp2"])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
 def test_torch_s_encoder_trains_as_one_process(mesh: str) -> None:
     run_ranks(4 if "x" in mesh else 2, encodes_as_one_process, mesh)
 

@@ -83,7 +83,7 @@ ONE_RANK = {name: table_wise(0) for name in TABLES}
         ((2, 2), ("replicate", "shard"), "by name", 2.0, mixed(), "early"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_norm_and_gradients_are_the_whole_models(
     shape: Any, names: Any, way: str, norm_type: float, plan: Any, which: str
 ) -> None:

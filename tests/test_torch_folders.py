@@ -207,7 +207,7 @@ def read_whole(path: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise", "column_wise", "mixed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_torchrec(layout: str, optimizer: str, tmp_path: Path) -> None:
     path = str(tmp_path / "torchrec")
     run_ranks(2, save_torchrec, path, layout, optimizer)
@@ -246,7 +246,7 @@ def squares_gathered(over: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["table_row_wise", "grid"])
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_torchrec_on_hosts(layout: str, optimizer: str, tmp_path: Path) -> None:
     path = str(tmp_path / "torchrec")
     run_ranks(4, save_torchrec_on_hosts, path, layout, optimizer)
@@ -265,6 +265,7 @@ def test_torchrec_on_hosts(layout: str, optimizer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.sampled(3)
 def test_torchrecs_dtensors(layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "torchrec")
     run_ranks(2, save_torchrec, path, layout, "adagrad", True)

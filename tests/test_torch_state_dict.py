@@ -91,6 +91,7 @@ def through_a_folder(axis: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard", "tp"])
+@pytest.mark.sampled(3)
 def test_a_folder_of_torchs_recipe(axis: str, tmp_path: Path) -> None:
     run_ranks(2, through_a_folder, axis, str(tmp_path))
 
@@ -106,6 +107,7 @@ def in_memory(axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
+@pytest.mark.sampled(2)
 def test_options_of_torchs_functions(axis: str) -> None:
     run_ranks(2, in_memory, axis)
 

@@ -123,7 +123,7 @@ def from_rank_0(axis: str, plan: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("axis", "plan"), [("dp", 0), ("dp", 1), ("shard", 1), ("tp", 1)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_rank_0_has_alone(axis: str, plan: int) -> None:
     """The others went on, as where an optimizer alone is loaded."""
     run_ranks(2, from_rank_0, axis, plan, "")

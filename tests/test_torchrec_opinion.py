@@ -148,7 +148,7 @@ def compare(case: str, optimizer: str, params: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_torchrec_agrees(case: str, optimizer: str) -> None:
     run_ranks(2, compare, case, optimizer, {})
 

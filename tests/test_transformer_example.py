@@ -75,7 +75,7 @@ def test_the_loss_falls(saved: tuple[Path, list[float], float, float]) -> None:
 @pytest.mark.parametrize(
     ("shape", "names"), [((2,), ("shard",)), ((2,), ("dp",)), ((), ())], ids=lambda x: "x".join(map(str, x))
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_goes_on_anywhere(
     shape: tuple[int, ...], names: tuple[str, ...], saved: tuple[Path, list[float], float, float]
 ) -> None:
@@ -99,13 +99,18 @@ def on_ranks(shape: tuple[int, ...], names: tuple[str, ...], *arguments: str) ->
         pytest.param(
             (2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel"], marks=pytest.mark.slow, id="simpler"
         ),
-        ((2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel", "--activation-checkpointing"]),
+        pytest.param(
+            (2, 2),
+            ("shard", "tp"),
+            ["--sequence-parallel", "--loss-parallel", "--activation-checkpointing"],
+            marks=pytest.mark.slow,
+        ),
         ((2, 2), ("replicate", "tp"), []),
         ((2, 2), ("replicate", "shard"), ["--activation-checkpointing"]),
     ],
     ids=lambda x: "x".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else None,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_one_curve_on_every_mesh(
     shape: tuple[int, ...], names: tuple[str, ...], options: list[str], saved: tuple[Path, list[float], float, float]
 ) -> None:

@@ -129,7 +129,7 @@ def transformer(name: str, sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", ["llama tied", "bert"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_penalties_of_transformers(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, transformer, name, sequence_parallel)
 

@@ -68,7 +68,7 @@ def _pipelined(kind: str, layout: str) -> int:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise", "column_wise"])
 @pytest.mark.parametrize("kind", ["ebc", "ec", "ebc_weighted_vbe"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_ids_travel_while_the_batch_before_computes(kind: str, layout: str) -> None:
     forward = 3 if kind.endswith("vbe") else 2  # headers with ids, the batch sizes of the features; results
     assert run_ranks(2, _pipelined, kind, layout) == [STEPS * (forward + 1)] * 2  # as one batch after the other

@@ -129,9 +129,9 @@ def trains_split(on: str, is_planned: bool) -> None:
     trains(model, Model().double(), env, lambda generator: batch(env, generator))
 
 
-@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("on", [pytest.param(on, marks=[pytest.mark.slow] * (on != "tp")) for on in MESHES])
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 def test_attentions_to_two_sequences_train_as_in_one_process(on: str, is_planned: bool) -> None:
     """They lay whole; by a model's own plan, gradients of norms were each rank's heads' alone."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, is_planned)

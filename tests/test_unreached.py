@@ -142,7 +142,7 @@ def steps_of(axis: str, name: str, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("axis", ["dp", "shard"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_gradients_are_those_of_one_process(axis: str, name: str) -> None:
     assert run_ranks(2, steps_of, axis, name) == [[], []]
 

@@ -250,6 +250,7 @@ def test_gradients_that_are_no_numbers_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+@pytest.mark.sampled(2)
 def test_encoders_of_packed_images_are_proved_by_block(kind: str) -> None:
     """They take sequences one behind the other, and where each ends; their attentions, of one weight, stayed whole."""
     import transformers

@@ -111,6 +111,7 @@ def survives(kind: str, kernel: str | None, batches: int) -> tuple[int, int]:
     ("kind", "kernel", "batches"),
     [("ebc", None, 120), ("ebc", "torch", 80), ("ec", None, 80), ("ec", "torch", 40), ("embedding", None, 40)],
 )
+@pytest.mark.sampled(2)
 def test_no_id_leaves_its_table(kind: str, kernel: str | None, batches: int) -> None:
     """Whatever ids and lengths come: an error on both ranks, or rows of the table itself."""
     (first, second) = run_ranks(2, survives, kind, kernel, batches, timeout=120)

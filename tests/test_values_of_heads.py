@@ -162,15 +162,15 @@ def on_tensor_axis(parameter: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.parametrize("on", MESHES)
-@pytest.mark.sampled(12)
+@pytest.mark.parametrize("on", [pytest.param(on, marks=[pytest.mark.slow] * (on != "tp")) for on in MESHES])
+@pytest.mark.sampled(7)
 def test_attentions_with_values_for_each_head_train_as_in_one_process(on: str, kind: str) -> None:
     """All of these attentions lay whole on every rank of the axis."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, kind)
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_styles_and_layouts_of_values(kind: str) -> None:
     path, style = HOLDERS[kind]
     model = Model(kind)
@@ -288,7 +288,7 @@ def test_what_values_for_each_head_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["T5", "GptOss", "Swin", "Beit"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_published_models(name: str) -> None:
     import transformers
 

@@ -99,8 +99,8 @@ def trains_split(on: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("on", MESHES)
-@pytest.mark.sampled(12)
+@pytest.mark.parametrize("on", [pytest.param(on, marks=[pytest.mark.slow] * (on != "tp")) for on in MESHES])
+@pytest.mark.sampled(4)
 def test_what_is_normalised_over_all_heads_trains_as_in_one_process(on: str, kind: str) -> None:
     """Such attentions lay whole on every rank of the axis: one with half of the heads has half of the mean."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, kind)

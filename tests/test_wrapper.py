@@ -320,6 +320,7 @@ def _train(at: str, optimizer: str | None, seed: int | None) -> None:
         (4, "host2xlocal2", None, 6),
     ],
 )
+@pytest.mark.sampled(2)
 def test_equals_one_process(world: int, at: str, optimizer: str | None, seed: int | None) -> None:
     run_ranks(world, _train, at, optimizer, seed)
 

@@ -190,6 +190,7 @@ def _copies(optimizer: str | None) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, "adagrad"])
+@pytest.mark.sampled(2)
 def test_copies_are_independent(optimizer: str | None) -> None:
     run_ranks(2, _copies, optimizer)
 

@@ -74,7 +74,7 @@ def writes_last(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize(("shape", "names"), [((2,), ("shard",)), ((2, 2), ("shard", "tp"))], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_writes_last(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(2 * len(shape), writes_last, way, shape, names)
 

@@ -125,6 +125,7 @@ def test_rows_that_were_trained_are_told_whatever_the_plan() -> None:
 
 
 @pytest.mark.parametrize("at", ["replicate2", "tp2"])
+@pytest.mark.sampled(2)
 def test_on_copies_and_on_a_tensor_axis(at: str) -> None:
     run_ranks(2, _all_told, at, [("ebc", "mixed", "sgd", True), ("ec", "random", "sgd", False)])
 

@@ -80,7 +80,6 @@ def run_script(arguments: list[str], whose: str) -> dict[str, float]:
     ("case", "ranks"),
     [
         ("adagrad-dcn", 2),
-        ("sgd-warm-up", 1),
         *(pytest.param(case, ranks, marks=pytest.mark.slow) for case in AS_USERS_DO for ranks in (1, 2, 4)),
     ],
 )

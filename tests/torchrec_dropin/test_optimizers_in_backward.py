@@ -171,7 +171,7 @@ def saved_and_loaded(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["rowwise_l2", "adam_decay", "partial_adam_decay", "lamb", "partial_lamb", "lars_decay"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_state_goes_into_other_plans_and_copies(name: str, tmp_path: Path) -> None:
     run_ranks(2, saved_and_loaded, str(tmp_path / "saved"), name)
 

@@ -147,7 +147,7 @@ def _same(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_as_torchrecs(name: str) -> None:
     expected = {"evaluated": 4 * STEPS, "threaded": STEPS, "not all": 2 * (STEPS - 2) + 2}.get(name, 2 * STEPS)
     assert run_ranks(2, _same, name) == [expected] * 2

@@ -116,7 +116,7 @@ def run_case(base: str, method: str, arguments: dict[str, Any], whose: str) -> s
 
 
 @pytest.mark.parametrize(("ranks", "base", "method", "arguments"), list(cases()))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_passes_with_our_class(ranks: int, base: str, method: str, arguments: dict[str, Any]) -> None:
     assert run_ranks(ranks, run_case, base, method, arguments, "dmp") == ["passed"] * ranks
 

@@ -270,6 +270,7 @@ def test_their_own_test_of_resharding(sharding_type: str, names_module: bool) ->
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", None])
+@pytest.mark.sampled(2)
 def test_modules_of_theirs(optimizer: str | None) -> None:
     run_ranks(2, their_modules, "ebc", optimizer)
 

@@ -62,6 +62,7 @@ def _twins(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["ebc", "ec"])
+@pytest.mark.sampled(2)
 def test_fused_params_are_the_optimizer_in_backward(kind: str) -> None:
     for found in run_ranks(2, _twins, kind):
         assert found == ["", "step,sum", "step,sum", "exp_avg,exp_avg_sq,step"]

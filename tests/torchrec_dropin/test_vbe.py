@@ -35,7 +35,7 @@ KINDS = ("ebc_vbe", "ebc_weighted_vbe", "ec_vbe")
     [("dp2", 5)] + [pytest.param(m, 1, marks=pytest.mark.slow) for m in MESHES],
 )
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)
