@@ -110,6 +110,7 @@ def test_attentions_that_read_their_width_from_their_input_train_as_in_one_proce
 
 
 @pytest.mark.parametrize("kind", ["joint", "apart"])
+@pytest.mark.sampled(2)
 def test_what_is_split_is_proved_and_its_plan_is_taken_again(kind: str) -> None:
     model = Model(kind)
     placed = TensorParallelSharder().place(model, {}, TP)

@@ -115,6 +115,7 @@ def check_training(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_the_sharded_one_is_kept_in_its_place(way: str) -> None:
     run_ranks(2, check_training, way)
 
@@ -190,6 +191,7 @@ def check_outside(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["a submodule", "a tuple", "a function", "itself"])
+@pytest.mark.sampled(2)
 def test_who_holds_a_table_from_before_holds_the_sharded_one(way: str) -> None:
     """They looked up, and trained, what nobody else had any more; in silence."""
     run_ranks(2, check_outside, way)

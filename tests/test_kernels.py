@@ -160,6 +160,7 @@ class Oracle:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+@pytest.mark.sampled(2)
 def test_pooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: OptimizerSpec, weighted: bool) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, spec, kernel)
     oracle = Oracle(bank, lookup.ranges)
@@ -217,6 +218,7 @@ def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
 @pytest.mark.parametrize("layout", ["one_width", "shared", "mixed"])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+@pytest.mark.sampled(2)
 def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: OptimizerSpec) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, spec, kernel)
     oracle = Oracle(bank, lookup.ranges)

@@ -142,6 +142,7 @@ def errors(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", [*PLANS])
+@pytest.mark.sampled(2)
 def test_terms_whose_parts_add_up(plan: str) -> None:
     terms = [*RIGHT, *OF_ROWS] if plan != "columns" else [*RIGHT]
     assert run_ranks(2, differences, ("dp",), plan, terms) == [[], []]

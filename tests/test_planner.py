@@ -37,6 +37,7 @@ from tests.ranks import mesh, run_ranks
 
 @pytest.mark.parametrize("env", [one_axis(1), one_axis(4), hosts(2, 4)], ids=str)
 @pytest.mark.parametrize("only", [None, ("table_wise",), ("row_wise",), ("column_wise", "data_parallel")])
+@pytest.mark.sampled(2)
 def test_only_what_the_sharder_offers(env: ShardingEnv, only: tuple[str, ...] | None) -> None:
     module, sharder = bags((1000, 16), (7, 8), (100_000, 32), (3, 64)), BagSharder(only=only)
     if env.table_size == 1 and only == ("column_wise", "data_parallel"):

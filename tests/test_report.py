@@ -121,6 +121,7 @@ def test_time_budget_only_cuts_it_short() -> None:
     assert "cut short" in str(planner.report)
 
 
+@pytest.mark.slow
 def test_more_effort_finds_a_better_plan() -> None:
     module, sharder = workload("nv_small")
     found = []

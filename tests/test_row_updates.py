@@ -75,6 +75,7 @@ def ids_of(lookup: Lookup, batch: Batch, grad: Tensor, bound: float) -> list[tup
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [("torch", torch.float64), ("fbgemm", torch.float32), ("numba", torch.float64)]
 )
+@pytest.mark.sampled(2)
 def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: str) -> None:
     """Pooled, weighted and unpooled; ids come twice in a bag, and in two features of a table."""
     case = CASES[name]

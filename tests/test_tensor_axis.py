@@ -211,6 +211,7 @@ def test_gradients_are_means_over_batches_not_ranks(mesh_name: str, interval: in
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # the counter puts hooks on every module
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(("kind", "in_backward"), [("ebc", 1), ("ec", 1), ("embedding", 1), ("bag_mean", 1)])
+@pytest.mark.sampled(2)
 def test_collectives(kind: str, in_backward: int) -> None:
     for of_rank in run_ranks(2, _counts, "tp2", kind):
         assert of_rank == dict.fromkeys(of_rank, (3, in_backward))  # one more than on a shard axis, for the results
@@ -272,6 +273,7 @@ def _mismatched(kind: str, change: str) -> list[str]:
         ("bag_mean", "offsets", "0 and 1"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_different_batches_along_the_axis(kind: str, change: str, ranks: str) -> None:
     (text,) = {line for of_rank in run_ranks(4, _mismatched, kind, change) for line in of_rank}
     assert f"ranks {ranks} call" in text

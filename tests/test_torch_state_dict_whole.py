@@ -86,6 +86,7 @@ def go_on_alike(model: Any, optimizer: Any, other: Any, of_other: Any) -> None:
 
 
 @pytest.mark.parametrize(("axis", "flattened"), [("dp", False), ("shard", False), ("shard", True)])
+@pytest.mark.sampled(2)
 def test_whole_tensors_and_back_into_another_plan(axis: str, flattened: bool) -> None:
     """They left tables in chunks."""
     run_ranks(2, whole, axis, flattened)

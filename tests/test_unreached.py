@@ -191,6 +191,7 @@ LOSSES_OF_COPIES: dict[str, tuple[Loss, bool | None]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES_OF_COPIES)
+@pytest.mark.sampled(2)
 def test_gradients_of_copies_are_those_of_one_process(name: str) -> None:
     assert run_ranks(2, steps_of, "dp", name) == [[], []]
 

@@ -102,6 +102,7 @@ def in_parts(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_writes_last_where_a_unit_stays_in_parts(way: str) -> None:
     """An evaluation ended in torch's error of sizes at the next step, with nothing written too."""
     run_ranks(4, in_parts, way)
