@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -88,6 +89,27 @@ def through_a_folder(axis: str, path: str) -> None:
         model, optimizer = wrapped(axis, layout)
         dcp.load({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{name}")
         goes_on(axis, model, optimizer)
+
+
+def beside_steps(path: str) -> None:
+    model, optimizer = trained("dp")
+    pending: Any = []
+    for number in range(4):
+        for each in pending:
+            each.result()
+        pending = [dcp.async_save({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{number}")]
+        for _ in range(10):
+            step(model, optimizer, 2, [model.env.data_rank])
+    pending[0].result()
+    dist.barrier()
+    model, optimizer = wrapped("dp", table_wise(1))
+    dcp.load({"app": App(model, optimizer)}, checkpoint_id=f"{path}/0")
+    goes_on("dp", model, optimizer)
+
+
+def test_saving_beside_steps(tmp_path: Path) -> None:
+    """Their exchanges were over the same connections: both ranks waited for ever."""
+    run_ranks(2, beside_steps, str(tmp_path), timeout=30)
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard", "tp"])

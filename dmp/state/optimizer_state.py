@@ -32,6 +32,7 @@ from dmp.state.torch_state_dict import (
     keep_empty_parts,
     load_together,
     refuse_broadcasts,
+    save_beside_steps,
 )
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
@@ -265,6 +266,12 @@ for _module, _owner, _name, _around in (
     ("torch.distributed.checkpoint.state_dict", "", "_load_optim_state_dict", load_together),
     ("torch.distributed.checkpoint.default_planner", "", "_flatten_sharded_tensors", keep_empty_parts),
     ("torch.distributed.checkpoint.format_utils", "BroadcastingTorchSaveReader", "read_data", refuse_broadcasts),
+    (
+        "torch.distributed.checkpoint._async_thread_executor",
+        "_ThreadBasedAsyncCheckpointExecutor",
+        "execute_save",
+        save_beside_steps,
+    ),
     ("torch.distributed.tensor", "DTensor", "__create_write_items__", create_write_items),
     ("torch.distributed.tensor", "DTensor", "__create_chunk_list__", create_chunk_list),
     ("torch.distributed.tensor", "DTensor", "__get_tensor_shard__", get_tensor_shard),

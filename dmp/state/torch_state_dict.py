@@ -3,19 +3,22 @@
 With `full_state_dict=True` they make whole tensors of DTensors, and left chunks as they are. With
 `broadcast_from_rank0=True`, `set_state_dict` takes a rank that has nothing for the model for one that loads an
 optimizer alone: it went on, and rank 0 waited. And torch's reader of `torch.save` files, which sends a tensor for each
-part that its own rank holds: ranks that hold other numbers of parts waited for each other.
+part that its own rank holds: ranks that hold other numbers of parts waited for each other. And its save in the
+background, which is a thread that exchanges over the connections that the steps beside it use, by default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
-from dmp.ranks import gather_words, raise_cause, raise_on_all
+from dmp.ranks import gather_words, own_group, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
@@ -87,6 +90,25 @@ def refuse_broadcasts(own: Callable[..., Any], reader: Any, plan: Any, planner: 
             "torch.save files; model.load_state_dict(torch.load(path)) takes whole tensors too"
         )
     return own(reader, plan, planner)
+
+
+def save_beside_steps(
+    own: Callable[..., Any],
+    executor: Any,
+    state_dict: Any,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    **options: Any,
+) -> Any:
+    """Torch's save in the background, on connections of its own: over gloo its ranks and those of a step took each
+    other's messages, and waited for ever."""
+    group = (process_group or dist.group.WORLD) if use_collectives and not no_dist and dist.is_initialized() else None
+    if group and any(model.env.size >= dist.get_world_size(group) for model in live.models):  # all its ranks have it
+        process_group = own_group(group, "torch's background", timedelta(hours=1))
+    options |= {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+    return own(executor, state_dict, **options)
 
 
 def begin_together(
