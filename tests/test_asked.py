@@ -55,6 +55,22 @@ def test_backward_of_some_weights_beside_tensor_parallel_ones(axis: str) -> None
     assert run_ranks(4, of_some, axis, tp=True) == [[]] * 4
 
 
+def with_a_graph(axis: str) -> list[str]:
+    model, _ = made(axis)
+    with Said() as said:
+        branches(model, model.env.rank, 0).backward(create_graph=True)
+    return said.texts
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_averaged_gradients_have_no_graph() -> None:
+    """A penalty on those of split weights was left out in silence; DDP spoke of a leaf that requires grad."""
+    for error in run_ranks(2, with_a_graph, "dp", expect=ShardError):
+        assert "backward(create_graph=True): a gradient in .grad is averaged" in str(error)
+    for texts in run_ranks(2, with_a_graph, "shard"):
+        assert [text for text in texts if "has no graph: a term of it in a loss changes no gradient" in text]
+
+
 def returned(axis: str, allow_unused: bool) -> None:
     model, _ = made(axis)
     torch.autograd.grad(branches(model, model.env.rank, 0), some(model), allow_unused=allow_unused)

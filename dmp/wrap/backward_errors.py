@@ -29,6 +29,11 @@ _WORDS = {
 }
 """What torch's error has in it -> what ours says."""
 
+_WITH_A_GRAPH = (
+    "loss.backward(create_graph=True): a gradient in .grad is averaged over the ranks, and no graph goes through that. "
+    "torch.autograd.grad(loss, tensors, create_graph=True) gives each rank the gradients of its own samples with theirs"
+)
+
 
 def say_what_left(own: Any, *args: Any, **options: Any) -> Any:
     """A backward pass, see `around_backward`, of which the error says what to do."""
@@ -38,6 +43,8 @@ def say_what_left(own: Any, *args: Any, **options: Any) -> Any:
         if torch._C._current_graph_task_id() < 0:  # not of a pass within a pass
             note_left("the backward pass", error)
         text = next((text for theirs, text in _WORDS.items() if theirs in str(error)), None)
+        if "a leaf Variable that requires grad" in str(error) and any(args[3:4]):  # of DDP's reducer
+            text = _WITH_A_GRAPH
         if "returned an invalid gradient" in str(error) and (found := _reshaped()):
             text = (
                 f"{found[0]}: a weight was given data of another shape after wrapping, as by resize_token_embeddings, "

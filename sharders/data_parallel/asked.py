@@ -23,7 +23,7 @@ from torch import nn
 from dmp import ShardError, ranks
 from sharders.data_parallel.fsdp_units import name_of, units_of, weights, weights_below
 from sharders.data_parallel.later_hooks import wake
-from sharders.data_parallel.twice import backward_pass
+from sharders.data_parallel.twice import backward_pass, keeps_graph
 from sharders.data_parallel.unfinished import hearing_of_pass
 
 RETURN_THE_LOSS = "end the forward first, return the loss from it, and call backward() on that"
@@ -77,6 +77,8 @@ def _hearing(own: Any, *args: Any, **options: Any) -> Any:
             found = _asking(own, *args, **options) if args[4] else own(*args, **options)
         if options.get("accumulate_grad"):
             _refuse_inside()
+            if args[3]:
+                _say_of_graphs()
         return found
     except RuntimeError as error:  # of a collective of torch's
         ranks.raise_cause(error)
@@ -84,6 +86,17 @@ def _hearing(own: Any, *args: Any, **options: Any) -> Any:
     finally:
         if torch._C._current_graph_task_id() < 0:  # no pass within a pass
             wake()
+
+
+def _say_of_graphs() -> None:
+    """After `loss.backward(create_graph=True)`: what is made of such a `.grad` is a constant for autograd."""
+    if any(keeps_graph(root) for root in _split):
+        ranks.say_once(
+            "loss.backward(create_graph=True): the .grad of a weight that is split over the ranks is averaged over "
+            "them, and has no graph: a term of it in a loss changes no gradient. torch.autograd.grad(loss, tensors, "
+            "create_graph=True) gives the gradients of inputs and of results with theirs, and on a mesh with a 'dp' "
+            "axis alone those of weights, each rank's own"
+        )
 
 
 def _refuse_inside() -> None:

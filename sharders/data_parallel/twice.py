@@ -26,6 +26,11 @@ def forget_graphs(root: Any) -> None:
     _kept.discard(root)
 
 
+def keeps_graph(root: Any) -> bool:
+    """Whether a pass that came by `root` has kept a graph of itself, since its weights were last written."""
+    return root in _kept
+
+
 @contextmanager
 def backward_pass(outputs: Iterable[Any], roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
     """Around one backward pass; collective where an earlier one by the same model has kept a graph of itself.
