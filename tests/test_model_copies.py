@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn
 
-from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, full_optimizer_state_dict, full_state_dict
+from dmp import (
+    CheckpointError,
+    ChunkedTensor,
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    full_optimizer_state_dict,
+    full_state_dict,
+)
 from dmp.chunked import as_chunks
 from tests import state_jobs, test_dense_state
 from tests.ranks import run_ranks
@@ -285,3 +293,21 @@ def from_meta(mesh: str) -> None:
 )
 def test_assigned_values_give_storage_to_meta(mesh: str, world: int) -> None:
     run_ranks(world, from_meta, mesh)
+
+
+def put_together_anew(module: nn.Module) -> Any:
+    """As those who train on what some steps of training come to make one with the weights after each step."""
+    new = module.__new__(type(module))
+    modules = {name: put_together_anew(each) for name, each in module.named_children()}
+    weights = {name: p.clone() for name, p in module.named_parameters(recurse=False)}
+    new.__dict__ = module.__dict__ | {"_modules": modules, "_parameters": weights}
+    return new
+
+
+def test_a_model_that_others_put_together_anew_is_refused() -> None:
+    """It ran with the weights of the model that it was made of, in silence."""
+    model = DistributedModelParallel(nn.Sequential(nn.Linear(2, 1)), ShardingEnv.single())
+    with pytest.raises(ShardError, match="Parallel: modules of a wrapped model have been put together anew"):
+        put_together_anew(model)(torch.ones(1, 2))
+    weights = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model, weights, torch.ones(1, 2)).any()

@@ -27,6 +27,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
     _refuse_tracing(args, kwargs)
     _refuse_graphs(model.env)
+    _refuse_clones(model)
     begin_pass()
     model.hold_parameters()
     agree_on_forward(model)
@@ -104,6 +105,22 @@ _OF_GRAPHS = (
     "what ranks exchange is real, and no part of a graph. dmp.to_unsharded(model), on all ranks, is a plain module "
     "with the same weights, which can be"
 )
+
+
+def _refuse_clones(model: Any) -> None:
+    """Whether others have put modules together like those of a wrapped model, with weights of their own, and given them
+    all of its attributes: that of what a forward runs is the model itself.
+
+    Raises:
+        ShardError: they have.
+    """
+    if model._modules is not model.module._modules:
+        raise ShardError(
+            f"{type(model).__name__}: modules of a wrapped model have been put together anew, with other weights, as "
+            "higher's innerloop_ctx and learn2learn's clone do: a forward would run with those of the model itself. "
+            "copy.deepcopy(model) is another model; where all weights are copies, on a mesh with a 'dp' axis alone, "
+            "give such a function model.module"
+        )
 
 
 class _BoundForward:
