@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dmp import ChunkedTensor, DistributedModelParallel, ShardError, ShardingEnv, full_state_dict, row_wise, table_wise
+from dmp import (
+    ChunkedTensor,
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    full_state_dict,
+    row_wise,
+    table_wise,
+)
 from tests.ranks import mesh, run_ranks
 
 
@@ -94,7 +103,7 @@ def through_a_folder(axis: str, path: str) -> None:
 def beside_steps(path: str) -> None:
     model, optimizer = trained("dp")
     pending: Any = []
-    for number in range(4):
+    for number in range(3):
         for each in pending:
             each.result()
         pending = [dcp.async_save({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{number}")]
@@ -110,6 +119,22 @@ def beside_steps(path: str) -> None:
 def test_saving_beside_steps(tmp_path: Path) -> None:
     """Their exchanges were over the same connections: both ranks waited for ever."""
     run_ranks(2, beside_steps, str(tmp_path), timeout=30)
+
+
+def without_others(path: str) -> None:
+    model, optimizer = trained("dp")
+    dcp.save({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{model.env.rank}", no_dist=True)
+    model, optimizer = wrapped("dp")
+    dcp.load({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{model.env.rank}", no_dist=True)
+    goes_on("dp", model, optimizer)
+    with ThreadPoolExecutor(1) as other, pytest.raises(ShardError, match="in another thread"):
+        other.submit(dcp.save, {"model": model.state_dict()}, checkpoint_id=f"{path}/alone", no_dist=True).result()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_folder_of_one_rank_s(tmp_path: Path) -> None:
+    """All write one, or none: one rank's had its part of each table alone, and nobody said so, at loading either."""
+    run_ranks(2, without_others, str(tmp_path))
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard", "tp"])

@@ -32,6 +32,7 @@ from dmp.state.torch_state_dict import (
     keep_empty_parts,
     load_together,
     refuse_broadcasts,
+    save_alone,
     save_beside_steps,
 )
 from dmp.wrap import live_models as live
@@ -266,6 +267,7 @@ for _module, _owner, _name, _around in (
     ("torch.distributed.checkpoint.state_dict", "", "_load_optim_state_dict", load_together),
     ("torch.distributed.checkpoint.default_planner", "", "_flatten_sharded_tensors", keep_empty_parts),
     ("torch.distributed.checkpoint.format_utils", "BroadcastingTorchSaveReader", "read_data", refuse_broadcasts),
+    ("torch.distributed.checkpoint.state_dict_saver", "", "_save_state_dict", save_alone),
     (
         "torch.distributed.checkpoint._async_thread_executor",
         "_ThreadBasedAsyncCheckpointExecutor",

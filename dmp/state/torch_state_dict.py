@@ -92,6 +92,24 @@ def refuse_broadcasts(own: Callable[..., Any], reader: Any, plan: Any, planner: 
     return own(reader, plan, planner)
 
 
+def save_alone(own: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+    """Torch's save with `no_dist=True`: a folder of one rank's own parts, which loads without a word about those of
+    others. So all ranks write one each, or none, as of [Note: files of one rank]."""
+    from torch.distributed.checkpoint._traverse import traverse_state_dict
+
+    found: list[ChunkedTensor] = []
+
+    def look(_: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, ChunkedTensor) and value.holders is not None:
+            found.append(value)
+
+    if options.get("no_dist"):
+        traverse_state_dict(state_dict, look)
+    for chunked in found[:1]:
+        chunked.holders.meet()  # type: ignore[union-attr]
+    return own(state_dict, *args, **options)
+
+
 def save_beside_steps(
     own: Callable[..., Any],
     executor: Any,
