@@ -23,7 +23,7 @@ from planner.candidates.offer_table import Booleans, OfferTable
 from planner.candidates.offered import Offer, has_own_blocks
 from planner.costs.cost_model import goes_straight
 from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, is_pooled, kinds_of, setups_of
-from planner.costs.step import costs_of, whole
+from planner.costs.step import Cut, costs_of, infos_of, whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
@@ -390,14 +390,10 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv, *, is_ho
         _of_last_ranks(last, np.full(len(cut), known[_ROWS]), sizes)
         shards[:, _SHARE] = _hottest(of, offer.family, shards[0, _SHARE])
         return np.concatenate([shards, last])
-    shards = np.stack([known] * len(offer.own.shards))
-    cuts = np.array(offer.own.shards, dtype=np.float64)
-    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST], first, shards[:, _BLOCKS] = cuts.T
-    shards[:, _SHARE] = cuts[:, 0] / max(1.0, known[_ROWS])
-    if of.curve is not None and not offer.own.is_copied:
-        shards[:, _SHARE] = of.curve.below(first + cuts[:, 0]) - of.curve.below(first)
-    shards[:, _COPIED] = offer.own.is_copied
-    return shards
+    if offer.own.is_copied:
+        return np.array([of.known._replace(replicated=True)], dtype=np.float64)
+    own = Cut(of.known, offer.own.shards, of.info.shape, None if of.curve is None else of.curve.below)
+    return np.array(infos_of(own, env), dtype=np.float64)
 
 
 def _hot_blocks(pieces: Array, of: Class, family: Family, env: ShardingEnv) -> Array:

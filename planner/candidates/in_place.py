@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Costed
 from planner.candidates.family import Family, has_some
 from planner.candidates.movable import fixed, placed
-from planner.candidates.offered import Offer, check_rank_numbers, elements_of_row
+from planner.candidates.offered import Offer, check_rank_numbers
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, Integers, reached
 
@@ -110,8 +111,8 @@ def check_layouts(
         said = f"allows layouts={list(only)}" if only is not None and layout.name not in only else ""
         said = said or (f"says forbid={list(banned)}" if banned is not None and layout.name in banned else "")
         if least is not None and not said:
-            narrowest = min(cut.columns for cut in fixed(name, layout, infos[name], env).shards)
-            said = f"says min_columns={least}" if narrowest < min(least, elements_of_row(infos[name])) else ""
+            narrowest = fixed(name, layout, infos[name], env).narrowest
+            said = f"says min_columns={least}" if narrowest < min(least, prod(infos[name].shape[1:])) else ""
         if said:
             raise PlanError(
                 f"{name!r} is pinned as {layout}, a {layout.name!r} layout; its constraint {said}: pin another, or "

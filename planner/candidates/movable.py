@@ -19,16 +19,6 @@ from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, Shard, ShardErr
 from planner.candidates.family import Family, block_sizes, canonical_layouts
 
 
-class Cut(NamedTuple):
-    """What of a shard its costs depend on, beside its parameter."""
-
-    rows: int
-    columns: int
-    host_share: float
-    first_row: int = 0
-    row_blocks: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class MovableLayout:
     """A layout of one parameter, see [Note: blocks of ranks].
@@ -36,7 +26,7 @@ class MovableLayout:
     Args:
         layout: in canonical place: its first block of ranks is block 0, and so on.
         block_size: ranks in a block.
-        shards: of each (of one alone when all ranks have the whole).
+        shards: where they lie as it was offered (of one alone when all ranks have the whole).
         ranks: of the shards, in canonical place.
         num_blocks: number of blocks to place.
         is_copied: all ranks have the whole.
@@ -44,10 +34,15 @@ class MovableLayout:
 
     layout: Layout
     block_size: int
-    shards: tuple[Cut, ...]
+    shards: tuple[Shard, ...]
     ranks: tuple[int, ...]
     num_blocks: int
     is_copied: bool = False
+
+    @property
+    def narrowest(self) -> int:
+        """Columns of the narrowest shard."""
+        return min(prod(shard.sizes[1:]) for shard in self.shards)
 
     def at(self, blocks: Sequence[int], env: ShardingEnv) -> Layout:
         """The layout with its blocks put at `blocks`."""
@@ -90,25 +85,9 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> M
     except ShardError as error:
         raise PlanError(f"{name!r} = {layout}: {error}", table=name) from error
     if layout.is_copied or is_replicated(shards, info.shape):
-        whole = Cut(_rows(shards[0]), prod(shards[0].sizes[1:]), 1.0)
-        return MovableLayout(layout, env.table_size, (whole,), tuple(range(env.table_size)), 1, True)
+        return MovableLayout(layout, env.table_size, tuple(shards[:1]), tuple(range(env.table_size)), 1, True)
     shards = shards or (Shard((0,) * len(info.shape), info.shape, 0),)  # a parameter of no rows
-    # Row blocks of the same columns on one host: their partial sums are added up there before they leave it.
-    inner = env.table_shape[-1]
-    columns_on_host = [(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards]
-    count = Counter(columns_on_host if len(env.table_shape) > 1 else ())
-    blocks = Counter(columns[1:] for columns in columns_on_host)
-    cuts = tuple(
-        Cut(
-            _rows(shard),
-            prod(shard.sizes[1:]),
-            1 / max(1, count[columns]),
-            shard.offsets[0] if shard.offsets else 0,
-            blocks[columns[1:]],
-        )
-        for shard, columns in zip(shards, columns_on_host, strict=True)
-    )
-    return MovableLayout(layout, env.table_size, cuts, tuple(s.rank for s in shards), 1)
+    return MovableLayout(layout, env.table_size, tuple(shards), tuple(s.rank for s in shards), 1)
 
 
 def movable(
@@ -160,18 +139,15 @@ def _is_of_hosts(layout: Layout, named: tuple[int, ...], env: ShardingEnv) -> bo
     return inner > 1 and bool(named) and layout.relocated(turned, env) == layout
 
 
-def _rows(shard: Shard) -> int:
-    return shard.sizes[0] if shard.sizes else 1
-
-
 def _block_size(in_place: MovableLayout, named: tuple[int, ...], env: ShardingEnv) -> int:
     """Ranks that move as one: all, one, a host's, or the aligned run that the layout has on each of its hosts."""
     used = {*in_place.ranks, *named}
     if not named or len(used) == env.table_size:
         return env.table_size
-    if not any(shard.host_share < 1 for shard in in_place.shards):
-        return 1
     inner = env.table_shape[-1]
+    columns_on_host = {(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in in_place.shards}
+    if len(env.table_shape) == 1 or len(columns_on_host) == len(in_place.shards):
+        return 1
     per_host = Counter(rank // inner for rank in used)
     width = max(per_host.values())
     runs = [range(rank - rank % width, rank - rank % width + width) for rank in used]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +60,7 @@ class OfferTable:
         has_row_blocks = size > 1
         for row in np.flatnonzero(is_own).tolist():
             own = offers[row].own
-            has_row_blocks[row] = own is not None and any(cut.rows != rows[owner[row]] for cut in own.shards)
+            has_row_blocks[row] = own is not None and any(prod(s.sizes[:1]) != rows[owner[row]] for s in own.shards)
         families = size, pieces, units, least, ranks
         return cls(offers, owner, *families, is_copied, is_open, is_own, has_row_blocks)
 

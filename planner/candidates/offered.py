@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from dmp import (
@@ -257,9 +258,8 @@ def _of_layout(asked: Asked, layout: Layout) -> Offer:
         return Offer(place.family, _objection(asked, place.family.name, place.family))
     own = movable(asked.name, within, asked.sharder, info, env, None if within == layout else ranks)
     family = Family(layout.name, own.block_size, own.num_blocks)
-    narrowest = min((cut.columns for cut in own.shards), default=0)
-    is_cut = narrowest != elements_of_row(info)
-    objection = _objection(asked, layout.name, family, narrowest if is_cut else None)
+    is_cut = own.narrowest != prod(info.shape[1:])
+    objection = _objection(asked, layout.name, family, own.narrowest if is_cut else None)
     if ranks is not None and own.block_size == env.table_size:
         objection = objection or ("" if set(own.ranks) <= set(ranks) else f"constraint: ranks={list(ranks)}")
     return Offer(family, objection, own)
@@ -308,13 +308,6 @@ def has_own_blocks(size: Any) -> Any:
 def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:
     """Cuts that a sharder runs which runs any: a narrow piece beside a wide one, and as many as may be."""
     return [(units - least, least), (units - least * (most - 1), *[least] * (most - 1))]
-
-
-def elements_of_row(info: ParameterInfo) -> int:
-    found = 1
-    for size in info.shape[1:]:
-        found *= size
-    return found
 
 
 def _why_none(asked: Asked) -> str:

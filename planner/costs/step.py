@@ -144,20 +144,26 @@ def _infos(cuts: Sequence[Cut], env: ShardingEnv) -> tuple[ShardTable, NDArray[n
     """All shards, and the rank of each; -1 of what every rank has whole."""
     infos: list[ShardInfo] = []
     ranks: list[int] = []
-    inner = env.table_shape[-1] if len(env.table_shape) > 1 else env.table_size
-    for known, shards, shape, below in cuts:
-        if is_replicated(shards, tuple(shape)):
-            infos.append(known._replace(replicated=True))
-            ranks.append(-1)
-            continue
-        columns = [(shard.offsets[1:], shard.sizes[1:]) for shard in shards]
-        on_host = Counter((shard.rank // inner, of) for shard, of in zip(shards, columns, strict=True))
-        blocks = Counter(columns)
-        for shard, of in zip(shards, columns, strict=True):
-            share = 1 / on_host[shard.rank // inner, of] if len(env.table_shape) > 1 else 1.0
-            infos.append(_shard_of(known, shard, below)._replace(host_share=share, row_blocks=blocks[of]))
-            ranks.append(shard.rank)
+    for cut in cuts:
+        is_copied = is_replicated(cut.shards, tuple(cut.shape))
+        infos += [cut.known._replace(replicated=True)] if is_copied else infos_of(cut, env)
+        ranks += [-1] if is_copied else [shard.rank for shard in cut.shards]
     return ShardTable.of(infos), np.array(ranks, dtype=np.int64)
+
+
+def infos_of(cut: Cut, env: ShardingEnv) -> list[ShardInfo]:
+    """What the costs of each shard depend on, of a parameter that is not copied to all ranks.
+
+    Of row blocks of the same columns on one host the partial sums are added up there before they leave it.
+    """
+    inner = env.table_shape[-1] if len(env.table_shape) > 1 else env.table_size
+    columns = [(shard.offsets[1:], shard.sizes[1:]) for shard in cut.shards]
+    places = [(shard.rank // inner, of) for shard, of in zip(cut.shards, columns, strict=True)]
+    on_host, blocks = Counter(places if len(env.table_shape) > 1 else ()), Counter(columns)
+    return [
+        _shard_of(cut.known, shard, cut.below)._replace(host_share=1 / max(1, on_host[at]), row_blocks=blocks[at[1]])
+        for shard, at in zip(cut.shards, places, strict=True)
+    ]
 
 
 def _shard_of(known: ShardInfo, shard: Shard, below: Below | None) -> ShardInfo:
