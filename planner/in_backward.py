@@ -52,11 +52,9 @@ def in_backward_advice(
         return ()
     try:
         asked = replace(request, parameters=parameters, pinned=layouts)
-        candidates = asked.candidates(leeway)
+        problem = asked.candidates(leeway).problem(request.dense_bytes)
     except PlanError:  # layouts that the sharder offers no table with such an optimizer
         return ()
-    candidates = candidates.settled(candidates.copied(()))
-    problem = candidates.problem(request.dense_bytes)
     paid = problem.setups[sorted(problem.base_kinds)].sum()
     tables = float(problem.base[:, :BYTES].max(0).sum() + paid)
     step, fullest = report.step_seconds - report.table_seconds + tables, int(problem.base[:, BYTES].max())

@@ -78,10 +78,9 @@ def room_for(
             dense = dense_for(batch_size)
             costs = replace(request.costs, batch_size=batch_size)
             asked = replace(request, pinned=layouts, costs=costs, dense_bytes=dense.taken_bytes)
-            candidates = asked.candidates(leeway)
+            problem = asked.candidates(leeway).problem(dense.taken_bytes)
         except PlanError:
             return -float(topology.memory_bytes)
-        problem = candidates.settled(candidates.copied(())).problem(dense.taken_bytes)
         left = float((problem.capacity - problem.base[:, BYTES]).min())
         return min(left, left_by(dense.blocks, topology)) if counts_activations else left
 
