@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from dmp import ShardingEnv, is_torchrecs, ranks, type_name
@@ -79,7 +80,7 @@ def topology_of(theirs: Any, env: ShardingEnv, reservation: Any = None) -> Topol
         )
     has_own = env.device_type != "cpu"
     memory = min(device.storage.hbm if has_own else device.storage.ddr for device in theirs.devices)
-    inside = [_ranks_inside(env, axis) <= theirs.intra_group_size for axis in range(len(env.shape))]
+    inside = [prod(env.shape[axis:]) <= theirs.intra_group_size for axis in range(len(env.shape))]
     usual = Topology.of(env)
     return replace(
         usual,
@@ -109,11 +110,3 @@ def reserved_of(reservation: Any, memory_bytes: float) -> float:
         f"expected a FixedPercentage-, FixedAbsolute- or HeuristicalStorageReservation; got {type_name(reservation)}. "
         "Topology(reserved_fraction=...) says it here"
     )
-
-
-def _ranks_inside(env: ShardingEnv, axis: int) -> int:
-    """Consecutive ranks that a step along an axis stays within."""
-    count = 1
-    for size in env.shape[axis:]:
-        count *= size
-    return count
