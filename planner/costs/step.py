@@ -69,13 +69,6 @@ def whole(
     return known._replace(named_rows=named_rows, named_rows_of_rank=named_rows_of_rank)
 
 
-def loads_of_cuts(
-    model: CostProtocol, cuts: Sequence[Cut], env: ShardingEnv, topology: Topology, batch_size: float
-) -> Array:
-    """See `loads`."""
-    return Step.of_cuts(cuts, env).loads(model, env, topology, batch_size)
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """A plan's shards, made ready to be costed again and again.

@@ -13,7 +13,7 @@ from planner.candidates.candidates import Candidates
 from planner.costs.cost_model import GRADIENT, GRADIENT_OUTER, INPUT, CostModel
 from planner.costs.protocol import BYTES, Array, ShardInfo
 from planner.costs.speeds import Speeds
-from planner.costs.step import Cut, loads_of_cuts, whole
+from planner.costs.step import Cut, Step, whole
 from planner.costs.topology import Topology
 from planner.observed.row_curve import RowCurve
 from planner.report.merged import Merged
@@ -54,11 +54,7 @@ class Reads:
             cuts.append(Cut(known, layout.shards(shape, env), shape, below))
         # Links of a byte a second, on one host, between ranks that take no time: seconds are bytes.
         links = Topology(1.0, 1.0, 1.0, 1.0, 0.0, ranks_per_host=env.size, speeds=Speeds())
-        sent = loads_of_cuts(model, cuts, env, links, batch_size)[:, :BYTES]
-        from_samples = [
-            INPUT,
-            GRADIENT_OUTER,
-            GRADIENT,
-        ]  # counted where they come, sent by all alike
+        sent = Step.of_cuts(cuts, env).loads(model, env, links, batch_size)[:, :BYTES]
+        from_samples = [INPUT, GRADIENT_OUTER, GRADIENT]  # counted where they come, sent by all alike
         sent[:, from_samples] = sent[:, from_samples].mean(0)
         return Merged.of(model.phases).phases(sent)
