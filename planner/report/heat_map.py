@@ -58,7 +58,7 @@ def heat_map(f: Figures) -> HeatMap:
         inner = cells(levels(values, most, is_root=True), xs, ys, wide - gap, high - gap)
         drawn.append(f'<g class="shade m{index}">{inner}{scale(_LEFT + 20, 4, "0", shown(most))}</g>')
     columns = [_column(f, first, min(first + width, ranks) - 1) for first in edges]
-    drawn += [_row_labels(f, rows, order, row_of, ys, high), _column_labels(f, columns, xs, wide)]
+    drawn += [_row_labels(f, rows, order, row_of, ys, high), _column_labels(columns, xs, wide)]
     drawn.append('<rect class="pointed" width="0" height="0"/>')
     picture = drawing(_WIDTH, ys[-1] + high + 6, "".join(drawn), "which table is on which rank", "heat")
     return HeatMap(picture, seconds, sizes, rows, columns, (_LEFT, _TOP, wide, high))
@@ -148,7 +148,7 @@ def _row_labels(
     return "".join(found)
 
 
-def _column_labels(f: Figures, columns: list[str], xs: list[float], wide: float) -> str:
+def _column_labels(columns: list[str], xs: list[float], wide: float) -> str:
     each = max(1, -(-110 // int(max(1, wide)))) if len(columns) > 16 else max(1, -(-40 // int(wide)))
     found = []
     for i in range(0, len(columns), each):

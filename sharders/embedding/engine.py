@@ -286,8 +286,7 @@ class Engine:
                 cuts = [even_cut(rows, self.tensor.size) for rows in self.path.row_counts(call.whole)]
                 with phase(call.spent, TENSOR):
                     results = gather_rows(results, cuts, self.tensor)
-            by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
-            return by_feature
+            return list(results)
 
     def _take_turn(self, call: Call, here: ranks.entry) -> None:
         """Calls are finished in the order they were begun; out of it, or after one that was dropped, the ranks meet.

@@ -136,10 +136,6 @@ class PooledPath(Path[torch.Tensor]):
         """Rows of each segment of each result."""
         return [[batch.batch_size]]
 
-    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As they are: features are columns."""
-        return list(results)
-
     def _sends_apart(self, call: Call) -> bool:
         of_all = sum(call.samples[i] for i in self.peers.by_table_rank) * self._sharded_columns * self.dtype.itemsize
         return not self._sharded_columns or of_all >= APART_BYTES * len(self.peers.by_table_rank)

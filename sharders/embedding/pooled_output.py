@@ -303,7 +303,7 @@ class PooledOutputDist:
         codec = self.codecs.gradients
         channel = self._results if beside is None else self.channel
         come = send_gradients(channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
-        return come if blocks is None else lambda: self._padded(come(), rows, came_from, receive_sizes, blocks)
+        return come if blocks is None else lambda: self._padded(come(), came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:
         """(B * U, width) gradients of the columns of a group of partials."""
@@ -327,7 +327,6 @@ class PooledOutputDist:
     def _padded(
         self,
         flat: torch.Tensor,
-        rows: Sequence[int],
         lookups: Sequence[int],
         sizes: Sequence[int],
         blocks: Sequence[Sequence[Block]],

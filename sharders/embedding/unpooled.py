@@ -90,10 +90,6 @@ class UnpooledPath(Path[list[torch.Tensor]]):
         """Rows of each segment of each result: all of each feature."""
         return [[batch.counts[key]] for key in batch.key_of]
 
-    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As they are: one of each feature."""
-        return list(results)
-
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [grad if grad.dtype is self.dtype else grad.to(self.dtype) for grad in grads]
 
