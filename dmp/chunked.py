@@ -28,6 +28,8 @@ from dmp.places import is_dtensor
 from dmp.sharded_form import Holders, Located, Read, ShardedForm
 
 aten = torch.ops.aten
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size."""
 PIECE_BYTES = 16 << 20
 """Of a stored chunk, at most: torch reads it whole, and it is in memory twice where it is copied to be written. Each
 costs a reader a mapping: with 4 MB a load into other columns took 1.3 times as long."""
@@ -126,6 +128,11 @@ class ChunkedTensor(ShardedForm, torch.Tensor):
         tensor._by_offset, tensor.places, tensor.holders = None, places, holders
         tensor.offsets = [tuple(int(x) for x in o) for o in offsets]
         return tensor
+
+    @property
+    def rectangles(self) -> list[Rectangle]:
+        """Where the local chunks lie."""
+        return [(offset, tuple(chunk.shape)) for chunk, offset in zip(self.chunks, self.offsets, strict=True)]
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
         """The same rectangles with `fn` applied to each."""
@@ -299,7 +306,7 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Chu
     """
     chunked = [a for a in args if isinstance(a, ChunkedTensor)]
     first = chunked[0]
-    rectangles = [[(o, c.shape) for o, c in zip(t.offsets, t.chunks, strict=True)] for t in chunked]
+    rectangles = [of.rectangles for of in chunked]
     others = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, ChunkedTensor) and a.dim()]
     if others or any(own != rectangles[0] for own in rectangles):
         what = "a tensor that is whole" if others else "one with other chunks"
@@ -411,20 +418,31 @@ def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedT
     )
 
 
+def overlap(
+    at: Sequence[int], size: Sequence[int], other_at: Sequence[int], other_size: Sequence[int]
+) -> Rectangle | None:
+    """What two rectangles share; None where that is nothing."""
+    start = tuple(map(max, at, other_at))
+    ends = zip(at, size, other_at, other_size, start, strict=True)
+    shape = tuple(min(a + n, b + m) - first for a, n, b, m, first in ends)
+    return (start, shape) if all(n > 0 for n in shape) else None
+
+
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:
     """Elements that two rectangles share."""
-    both = zip(size, at, other_size, other_at, strict=True)
-    return prod(max(0, min(o + n, p + m) - max(o, p)) for n, o, m, p in both)
+    shared = overlap(at, size, other_at, other_size)
+    return 0 if shared is None else prod(shared[1])
+
+
+def cut_out(chunk: torch.Tensor, at: Sequence[int], rectangle: Rectangle) -> torch.Tensor:
+    """The view of a rectangle in a chunk, which lies at a place in the same tensor."""
+    for dim, (first, start, length) in enumerate(zip(at, *rectangle, strict=True)):
+        chunk = chunk.narrow(dim, start - first, length)
+    return chunk
 
 
 def copy_overlap(target: torch.Tensor, at: Sequence[int], source: torch.Tensor, source_at: Sequence[int]) -> None:
     """Copy the elements that two rectangles of one tensor share, from `source` into `target`."""
-    if not overlap_numel(target.shape, at, source.shape, source_at):
-        return
-    for dim, (n, o, m, p) in enumerate(zip(target.shape, at, source.shape, source_at, strict=True)):
-        start, stop = max(o, p), min(o + n, p + m)
-        if stop - start < n:
-            target = target.narrow(dim, start - o, stop - start)
-        if stop - start < m:
-            source = source.narrow(dim, start - p, stop - start)
-    target.copy_(source)
+    shared = overlap(at, target.shape, source_at, source.shape)
+    if shared is not None:
+        cut_out(target, at, shared).copy_(cut_out(source, source_at, shared))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dmp.chunked import ChunkedTensor
-from dmp.moving.routes import Rectangle, find_routes
+from dmp.chunked import ChunkedTensor, Rectangle, cut_out
+from dmp.moving.routes import find_routes
 from dmp.ranks import gather_words
 
 BUFFER_BYTES = 8 << 20
@@ -71,13 +71,13 @@ class Mover:
                 have, room = [o for o, _ in t.old[self._rank]], [o for o, _ in t.new[self._rank]]
                 kept, sent, received = find_routes(t.size, t.old, t.new, self._rank)
                 for part in kept:
-                    value = _cut_out(t.have[part.source], have[part.source], part.shared)
-                    _cut_out(t.room[part.target], room[part.target], part.shared).copy_(value)
+                    value = cut_out(t.have[part.source], have[part.source], part.shared)
+                    cut_out(t.room[part.target], room[part.target], part.shared).copy_(value)
                     self.kept_bytes += value.nbytes
                 for rank, parts in sent.items():
-                    sends[rank] += [_cut_out(t.have[p.source], have[p.source], p.shared) for p in parts]
+                    sends[rank] += [cut_out(t.have[p.source], have[p.source], p.shared) for p in parts]
                 for rank, parts in received.items():
-                    receives[rank] += [_cut_out(t.room[p.target], room[p.target], p.shared) for p in parts]
+                    receives[rank] += [cut_out(t.room[p.target], room[p.target], p.shared) for p in parts]
             if self._group is not None:
                 self._exchange(sends, receives)
 
@@ -106,13 +106,6 @@ class Mover:
     def _most(self, mine: int) -> int:
         """The largest of all ranks' numbers."""
         return max(row[0] for row in gather_words(self._what, [mine, 0], self._group))
-
-
-def _cut_out(chunk: torch.Tensor, at: Sequence[int], rectangle: Rectangle) -> torch.Tensor:
-    """The view of a rectangle in a chunk, which lies at a place in the same tensor."""
-    for dim, (first, start, length) in enumerate(zip(at, *rectangle, strict=True)):
-        chunk = chunk.narrow(dim, start - first, length)
-    return chunk
 
 
 def _batches(views: Iterable[torch.Tensor], most_bytes: int) -> Iterator[_Batch]:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from dmp.chunked import Rectangle as Rectangle
+from dmp.chunked import overlap
 from dmp.errors import ShardError
-
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size."""
 
 
 class Part(NamedTuple):
@@ -78,9 +77,7 @@ def _parts(held: Sequence[Rectangle], wanted: Sequence[Rectangle]) -> list[Part]
     found = []
     for target, (at, extent) in enumerate(wanted):
         for source, (other_at, other_extent) in enumerate(held):
-            start = tuple(map(max, at, other_at))
-            ends = zip(at, extent, other_at, other_extent, start, strict=True)
-            shape = tuple(min(a + n, b + m) - first for a, n, b, m, first in ends)
-            if all(n > 0 for n in shape):
-                found.append(Part(source, target, (start, shape)))
+            shared = overlap(at, extent, other_at, other_extent)
+            if shared is not None:
+                found.append(Part(source, target, shared))
     return found

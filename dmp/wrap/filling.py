@@ -85,8 +85,7 @@ def check_made(
 def _check_rectangles(site: Site, name: str, held: ChunkedTensor, layout: Layout, env: ShardingEnv) -> None:
     """Where every rank holds what the plan says, all of them hold the whole, once: plans have no holes, no overlaps."""
     shards = [(s.offsets, s.sizes) for s in layout.shards(held.shape, env) if s.rank == env.table_rank]
-    chunks = [(offset, tuple(chunk.shape)) for offset, chunk in zip(held.offsets, held.chunks, strict=True)]
-    planned, got = (sorted(box for box in boxes if all(box[1])) for boxes in (shards, chunks))
+    planned, got = (sorted(box for box in boxes if all(box[1])) for boxes in (shards, held.rectangles))
     if got != planned:
         raise ShardError(
             f"chunked_state() of what {type(site.sharder).__name__}.shard made of {_where(site)} gives "

@@ -44,7 +44,7 @@ def move_values(carried: Sequence[Carried], env: ShardingEnv, what: str) -> Move
         ShardError: the ranks have different tensors, or do not have all of one.
     """
     group = env.table_group if env.table_size > 1 else None
-    mine = {c.key: _Known(_rectangles(c.old), _rectangles(_by_rows(c))) for c in carried}
+    mine = {c.key: _Known(c.old.rectangles, _by_rows(c).rectangles) for c in carried}
     told: list[dict[str, _Known]] = gather_objects(what, mine, group)
     fail_together(lambda: _check(carried, told, env.table_rank), env.everyone, what, kind=ShardError)
     mover = Mover(group, env.device, what)
@@ -66,10 +66,6 @@ def _by_rows(c: Carried) -> ChunkedTensor:
         return c.new
     rows = {(o[0], chunk.data_ptr()): chunk.squeeze(1) for chunk, o in zip(c.new.chunks, c.new.offsets, strict=True)}
     return ChunkedTensor(c.new.size()[:1], list(rows.values()), [(at,) for at, _ in rows], c.new.dtype, c.new.device)
-
-
-def _rectangles(chunked: ChunkedTensor) -> list[Rectangle]:
-    return [(offset, tuple(chunk.shape)) for chunk, offset in zip(chunked.chunks, chunked.offsets, strict=True)]
 
 
 def _check(carried: Sequence[Carried], told: list[dict[str, _Known]], rank: int) -> None:

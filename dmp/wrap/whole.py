@@ -71,10 +71,7 @@ def _gather(
     takes_part = not rank0_only or env.replica_of(env.rank) == 0
     keep = not rank0_only or env.rank == 0
     group = env.table_group if env.table_size > 1 else None
-    listing = {
-        name: (tuple(t.size()), t.dtype, [(at, tuple(c.shape)) for at, c in zip(t.offsets, t.chunks, strict=True)])
-        for name, t in mine.items()
-    }
+    listing = {name: (tuple(t.size()), t.dtype, t.rectangles) for name, t in mine.items()}
     gather_words(what, [0, 0], everywhere)
     everyone = gather_objects(what, listing, group) if takes_part else []
 

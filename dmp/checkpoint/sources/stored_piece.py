@@ -22,7 +22,7 @@ from typing import IO, NamedTuple, Protocol
 import torch
 
 from dmp.checkpoint.sources.named_files import open_file
-from dmp.chunked import PIECE_BYTES, ChunkedTensor, copy_overlap
+from dmp.chunked import PIECE_BYTES, ChunkedTensor, copy_overlap, cut_out, overlap
 from dmp.errors import CheckpointError
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which the module mmap has no name for
@@ -49,13 +49,10 @@ class StoredPiece(NamedTuple):
 
     def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
         """Read what the chunk shares with this piece into it, see [Note: straight into place]."""
-        starts = [max(a, b) for a, b in zip(self.offset, offset, strict=True)]
-        stops = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, offset, chunk.shape, strict=True)]
-        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+        shared = overlap(self.offset, self.size, offset, chunk.shape)
+        if shared is None:
             return
-        target = chunk.detach()
-        for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            target = target.narrow(dim, start - offset[dim], stop - start)
+        starts, target = shared[0], cut_out(chunk.detach(), offset, shared)
         shape = target.shape[:1] + self.size[1:]  # of this piece's rows that are shared
         at = (starts[0] - self.offset[0]) * prod(shape[1:]) * self.dtype.itemsize if starts else 0
         is_plain = target.device.type == "cpu" and target.dtype == self.dtype
