@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp.errors import ShardError
+from dmp.names import join_name
 from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 from dmp.wrap.skeleton import all_tensors
@@ -116,14 +117,6 @@ def _outside(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outside(child)
 
 
-def _inside(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(path, m) for path, m in module.named_modules() if m in live.models]
-
-
-def _names(path: str, model: nn.Module) -> list[str]:
-    return [f"{path}.{name}" if path else name for name, _ in all_tensors(model)]
-
-
 def keep_from_fully_shard(model: nn.Module) -> None:
     """Have `fully_shard` of a parent pass over a wrapped model, as over what `replicate` has taken."""
     # Private: what torch's composable functions know each other by.
@@ -139,9 +132,10 @@ def guard_ddp() -> None:
 
 
 def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
-    inside = _inside(module) if live.models and isinstance(module, nn.Module) else []
+    is_asked = live.models and isinstance(module, nn.Module)
+    inside = [(path, m) for path, m in module.named_modules() if m in live.models] if is_asked else []
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) if inside else set()
-    names.update(name for path, m in inside for name in _names(path, m))
+    names.update(join_name(path, name) for path, m in inside for name, _ in all_tensors(m))
     if inside and not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
         _pass(self, module, inspect.signature(own).bind(self, module, *args, **options))
         return

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp import attribute_of
+from dmp import attribute_of, join_name
 
 _LONGEST = 4096
 """Tokens that are assumed at most where only a limit is known: models train on less than they can read."""
@@ -42,7 +42,7 @@ def tokens_per_sample(module: nn.Module, given: int | None, attends: bool) -> tu
             for name in _NAMES:
                 limit = _value(holder, name)
                 if limit is not None:
-                    where = f"{path}.{of}{name}" if path else f"{of}{name}"
+                    where = join_name(path, f"{of}{name}")
                     found = min(limit, _LONGEST)
                     cut = "" if found == limit else f", at most {_LONGEST} taken"
                     return found, f"{where} = {limit}{cut}; say ShardingPlanner(sequence_length=...)"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from dmp import Calls, ChunkedTensor, FusedParameter, ParameterSharding
+from dmp import Calls, ChunkedTensor, FusedParameter, ParameterSharding, join_name
 from sharders.embedding.batch import Ids
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault, Kind
@@ -151,7 +151,7 @@ class ShardedManagedCollision(nn.Module):
     @module_path.setter
     def module_path(self, path: str) -> None:
         self._remap.handshake.rename(path or "the model")
-        self._embedding_module.module_path = f"{path}.{TABLES}" if path else TABLES
+        self._embedding_module.module_path = join_name(path, TABLES)
 
     @property
     def calls(self) -> Calls:
