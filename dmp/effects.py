@@ -57,7 +57,8 @@ For the whole process, once
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - `dmp/chunked.py: torch.serialization.add_safe_globals`: `torch.load` knows what a rank has written of its chunks
-- torch.compile is told of a class of tensors that it does not take (sharders/embedding/seen_part.py)
+- torch.compile is told of classes of tensors that it does not take (sharders/embedding/seen_part.py,
+  sharders/tensor_parallel/split/followed.py)
 - `all_reduce`, `broadcast`, `reduce` and `scatter` of torch.distributed refuse parts of a wrapped model's tensors,
   which they would mix with other parts (dmp/state/by_hand.py)
 - torch's checkpoint keeps in a state dict what a rank has no chunk of, and what torch gathers of a `ShardedTensor` is
@@ -87,6 +88,10 @@ The generators of random numbers
 - `sharders/tensor_parallel/sharder.py: torch.set_rng_state`,
   `sharders/tensor_parallel/sharder.py: torch.get_device_module(mesh.device_type).set_rng_state`: ranks that hold one
   activation must drop the same of it
+- `sharders/tensor_parallel/split/own_parts.py: torch.default_generator.manual_seed`,
+  `sharders/tensor_parallel/split/own_parts.py: torch.set_rng_state`,
+  `sharders/tensor_parallel/split/own_parts.py: of_device.set_rng_state`: ranks draw apart what is a rank's part, by one
+  number of the program's; a device's generator goes on as it would have
 - `dmp/wrap/initial_rules.py: torch.random.fork_rng`, `dmp/wrap/initial_rules.py: torch.default_generator.manual_seed`,
   `dmp/wrap/initial_values.py: torch.random.fork_rng`: a module's own rules draw its first values from torch's generator
 - `sharders/torchrec/making.py: torch.random.fork_rng`: TorchRec's modules draw values that are overwritten
@@ -122,6 +127,8 @@ Others' objects
   that its forward is one of some of its heads
 - `sharders/tensor_parallel/split/own_heads.py: given.__class__ =`: of attention weights that a split attention gives
   out, so that what is computed of them is of all heads
+- `sharders/tensor_parallel/split/own_parts.py: part.__class__ =`: of tensors that a branch of the user's model
+  computes, while it runs, so that ranks draw apart what is their own, and what is read or kept of it is told
 - `sharders/tensor_parallel/split/wide_norms.py: module.__class__ =`: of one norm of the user's model, so that its code
   takes statistics over all ranks' features
 - `sharders/tensor_parallel/structure/claimed_width.py: module.__class__ =`: of one attention of the user's model that

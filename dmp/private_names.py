@@ -46,6 +46,7 @@ Optimizers, gradients and scaling
 - `torch.utils.checkpoint._StopRecomputationError`: a forward that is computed again has come as far as is needed
 - `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs
 - `_autograd`, `_get_current_graph_task_keep_graph`: whether a backward pass retains the graph
+- `_autograd`, `_top_saved_tensors_default_hooks`: whether a part of a branch is to be computed again
 - `_engine_run_backward`: what a backward pass is asked for; the frame at which a hanging rank is in one
 - `_saved_dim`, `_saved_reduction`, `_dispatch_get_all_op_names`: what an operation in a graph goes over, and which one
   of torch's it is

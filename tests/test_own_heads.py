@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv
-from sharders.tensor_parallel.split import attention_weights, own_heads, program_hooks
+from sharders.tensor_parallel.split import attention_weights, looked_at, own_heads, program_hooks
+from sharders.tensor_parallel.structure.transformer import Heads
 from tests.ranks import mesh, run_ranks
 
 DIM, HEADS, WORDS = 16, 4, 6
@@ -24,12 +25,14 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = HEADS
         self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
-        self.last: torch.Tensor | None = None
+        self.drop, self.last = nn.Dropout(0.0), torch.empty(0)
 
     def forward(self, x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (of(x).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for of in (self.q, self.k, self.v))
-        weights = self.last = (q @ k.transpose(2, 3)).softmax(-1)
+        scores = q @ k.transpose(2, 3)
+        weights = self.last = self.drop(scores.softmax(-1))
         out = self.out((weights @ v).transpose(1, 2).flatten(2))
+        weights = scores if form == "scores" else weights
         weights = weights.transpose(0, 1) if form == "heads first" else weights
         return out, (weights.mean(1) if form == "mean of own" else weights) if form else None
 
@@ -159,13 +162,34 @@ def test_hooks_of_the_program_on_what_is_split() -> None:
     run_ranks(2, _hooked_backward)
 
 
+def _told_of_a_part() -> None:
+    model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    ids = torch.randint(50, (3, WORDS))
+    model(ids)
+    first, second = model.module.blocks
+    for block in (first, second):  # the latter's is of what all ranks have
+        block.register_forward_hook(lambda *_: None)
+    first.attention.drop.register_forward_hook(lambda *_: None)
+    with mock.patch.object(looked_at.logger, "warning") as said:
+        model(ids), model(ids)
+    assert said.call_count == 1 and said.call_args[0][1:3] == ("blocks.0.attention.drop", (3, 2, WORDS, WORDS))
+    with mock.patch.object(attention_weights.logger, "warning") as said:
+        model(ids, "mean of own"), model(ids, "scores"), model(ids, "scores")
+    assert said.call_count == 1 and said.call_args[0][1] == "blocks.0.attention"
+
+
+def test_hooks_and_scores_that_are_of_a_part_are_told() -> None:
+    """Of attention dropout, whose shape does not tell where heads are, and of what no softmax gave; once."""
+    run_ranks(2, _told_of_a_part)
+
+
 def _as_many_samples_as_heads() -> None:
     """Where a dimension of as many may be either, what another batch has told, or the form of the output, decides."""
     model = DistributedModelParallel(Model(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
     for num in (3, HEADS // 2):
         shape = model(torch.randint(50, (num, WORDS)), "heads first")[1].shape
         assert shape == (HEADS, num, WORDS, WORDS)
-    maker = attention_weights._Maker(mesh((2,), ("tp",)), 2)
+    maker = attention_weights._Maker("", mesh((2,), ("tp",)), Heads(HEADS, HEADS, DIM // HEADS))
     for out, heads in (((5, 2, 8), 0), ((2, 5, 8), 1), ((2, 2, 8), 1)):
         of = maker._of(torch.empty(2, 2, 5, 5), torch.empty(out), False)
         assert of is not None and of.heads == heads

@@ -21,6 +21,7 @@ from sharders.tensor_parallel.candidates import sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
+from sharders.tensor_parallel.split.followed import follow_branches
 from sharders.tensor_parallel.split.looked_at import show_whole
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.same_gradients import compare_gradients
@@ -47,8 +48,8 @@ class TensorParallelSharder:
     `sharders.tensor_parallel.split.replicated_weights`), except where nothing at all is split.
 
     Random numbers: ranks of a tensor group go on from the random state (CPU and device) of its first rank, so that
-    dropout of what they all hold is one process's dropout. Masks of what is split (attention probabilities, an MLP's
-    hidden units, chunks of the sequence) repeat from rank to rank: as good for training, not those of one process.
+    dropout of what they all hold is one process's dropout. Of what is split (attention probabilities, an MLP's hidden
+    units) each rank draws masks of its own, see [Note: drawn apart]; those of chunks of the sequence repeat.
 
     Args:
         plan: module path or pattern (`*` stands for one component: `layers.*.mlp.up`) -> style: a name (see
@@ -151,7 +152,7 @@ class TensorParallelPlacement:
         random_state = _random_state(mesh.device_type)
         if self.styles:
             split(model, mesh, self.styles, self.divided)
-            show_whole(model, mesh, self.styles, self.env.everyone)
+            show_whole(model, mesh, self.styles, self.env.everyone, follow_branches(model, mesh, self.styles))
             compare_samples(model, mesh)
             if is_unproved:
                 compare_gradients(model, mesh)

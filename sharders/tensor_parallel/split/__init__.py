@@ -8,6 +8,8 @@
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `attention_weights`: attention weights of all heads, where a model gives them out
 - `own_heads`: what is of a rank's own heads, until something is computed of it
+- `own_parts`: what is computed of a rank's part, followed; drawn apart by rank
+- `followed`: branches in which parts are followed, and what is told of them
 - `program_hooks`: the program's own hooks on what is split, behind all others; backward hooks, told of parts
 - `looked_at`: programs' hooks on split Linears, which see what all ranks have
 - `wide_norms`: norms over all features, of which a rank has a part

@@ -16,6 +16,7 @@ from torch import nn
 
 from dmp import is_dtensor
 from sharders.tensor_parallel.split.local import split_weights
+from sharders.tensor_parallel.split.own_parts import drawn_apart, place_of
 from sharders.tensor_parallel.split.plain import entering, plain, summed
 
 if TYPE_CHECKING:
@@ -78,10 +79,11 @@ def _forward(
     dropout = self.dropout if self.training else 0.0
     if need_weights:
         attended = q @ k.transpose(-2, -1) * self.head_dim**-0.5  # (B, H, T, S)
-        attended = F.dropout((attended if mask is None else attended + mask).softmax(-1), dropout)
+        attended = (attended if mask is None else attended + mask).softmax(-1)
+        attended = _apart(mesh, dropout, F.dropout, attended, dropout)
         heads = attended @ v
     else:
-        heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        heads = _apart(mesh, dropout, F.scaled_dot_product_attention, q, k, v, mask, dropout)
     out = F.linear(heads.transpose(1, 2).flatten(2), self.out_proj._parameters["weight"].to_local())  # type: ignore[union-attr]
     out = summed(out, mesh)
     bias = self.out_proj._parameters["bias"]
@@ -92,6 +94,15 @@ def _forward(
     elif not self.batch_first:
         out = out.transpose(0, 1)
     return out, _weights(attended, mesh, average_attn_weights, is_batched) if need_weights else None
+
+
+def _apart(mesh: DeviceMesh, chance: float, func: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+    """What a function gives that drops by chance, see [Note: drawn apart]."""
+    if not chance or torch.compiler.is_compiling():
+        dropped: torch.Tensor = func(x, *others)
+    else:
+        dropped = drawn_apart(place_of(mesh), x.device, func, (x, *others), {})
+    return dropped
 
 
 def _entering(given: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:

@@ -8,23 +8,26 @@ of it, or a part that is called alone, as `generate` calls an encoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from sharders.tensor_parallel.split.own_heads import Of, OwnHeads, mark, own, whole
+from sharders.tensor_parallel.split.own_parts import is_compiled
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.attentions import attentions_in
 from sharders.tensor_parallel.structure.linears import is_joint_attention
-from sharders.tensor_parallel.structure.transformer import Branch, outward
+from sharders.tensor_parallel.structure.transformer import Branch, Heads, outward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("dmp")
 
 
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
@@ -42,7 +45,7 @@ def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping
     split = [b for b in split if not any(is_joint_attention(modules[path]) for path in (b.path, *b.up))]
     makers = {path: b for b in split for path in (b.path, b.up[0].rpartition(".")[0])}
     for path, of in makers.items():
-        maker = _Maker(mesh, of.heads.query // mesh.size() if of.heads else 0)
+        maker = _Maker(path, mesh, of.heads)
         modules[path].register_forward_pre_hook(_back_in, with_kwargs=True)
         modules[path].register_forward_hook(maker)
     running: list[nn.Module] = []
@@ -70,21 +73,24 @@ class _Maker:
     """A hook of an attention: marks what it gives out beside its output, and what it keeps to be looked at.
 
     Args:
-        heads: that a rank has.
+        path: of the attention.
+        heads: that all ranks have.
     """
 
-    def __init__(self, mesh: DeviceMesh, heads: int) -> None:
-        self.mesh, self.heads = mesh, heads
+    def __init__(self, path: str, mesh: DeviceMesh, heads: Heads | None) -> None:
+        self.path, self.mesh, self.heads = path, mesh, heads.query // mesh.size() if heads else 0
+        self.size = heads.size if heads else 0
+        self.is_told = False
         self.are_first: bool | None = None
         """Whether its weights are (heads, B, T, S), where a batch has told heads from samples."""
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
-        compiled = _is_compiled()
+        compiled = is_compiled()
         out = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(out, torch.Tensor) and not compiled:
             for each in vars(module).values():
                 if type(each) is torch.Tensor and self._is_kept(each, out):
-                    mark(each, Of(self.mesh, 1, module.training))
+                    mark(each, Of(self.mesh, 1, module.training, other=self._other(each)))
         if out is output or len(output) < 2:
             return None
         kept = {id(buffer) for buffer in module.buffers()}
@@ -100,7 +106,8 @@ class _Maker:
 
     def _is_kept(self, given: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether it may be weights (B, heads, T, S) that an attention keeps to be looked at; out is (B, T, C)."""
-        return given.dim() == 4 and out.dim() == 3 and given.shape[:3] == (out.shape[0], self.heads, out.shape[1])
+        is_one = given.dim() == 4 and given.is_floating_point() and out.dim() == 3
+        return is_one and given.shape[:3] == (out.shape[0], self.heads, out.shape[1])
 
     def _of(self, given: torch.Tensor, out: Any, is_scaled: bool) -> Of | None:
         """What weights (B, heads, T, S), or with heads first, or their means over heads, would be of."""
@@ -108,16 +115,28 @@ class _Maker:
         if given.dim() == 3 and given.shape[:2] in (steps, steps[::-1]):
             return Of(self.mesh, None, is_scaled)
         may_be = [dim for dim in (1, 0) if given.dim() == 4 and given.shape[dim] == self.heads]
+        other = self._other(given)
         if len(may_be) == 1:
-            return Of(self.mesh, may_be[0], is_scaled, lambda: setattr(self, "are_first", may_be[0] == 0))
+            return Of(self.mesh, may_be[0], is_scaled, lambda: setattr(self, "are_first", may_be[0] == 0), other)
         is_by_time = len({*steps}) == 2 and steps == given.shape[2:0:-1]  # (T, B, C)
         are_first = is_by_time if self.are_first is None else self.are_first
-        return Of(self.mesh, 0 if are_first else 1, is_scaled) if may_be else None
+        return Of(self.mesh, 0 if are_first else 1, is_scaled, other=other) if may_be else None
 
+    def _other(self, given: torch.Tensor) -> Callable[[], None]:
+        """What is called of what is no weights, but may be scores; keys and values, as wide as a head, go back in."""
+        shape = tuple(given.shape)
 
-def _is_compiled() -> bool:
-    """Whether this is in what torch.compile runs, of which a part may run as written."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+        def tell() -> None:
+            if shape[-1] != self.size and not self.is_told:
+                self.is_told = True
+                logger.warning(
+                    "attention %r, whose heads are split over axis %r (%d ranks), gives out or keeps a tensor %s "
+                    "beside its output, which something is computed of, or the model returns: it is of this rank's "
+                    "heads. Weights after a softmax would be brought together",
+                    *(self.path, (self.mesh.mesh_dim_names or ("tensor",))[0], self.mesh.size(), shape),
+                )
+
+        return tell
 
 
 @_disable_dynamo

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import is_dtensor, is_inside, ranks
+from sharders.tensor_parallel.split.followed import Looks
+from sharders.tensor_parallel.split.own_parts import OwnPart, plain_part
 from sharders.tensor_parallel.split.plain import plain, replicated
 from sharders.tensor_parallel.split.program_hooks import is_of_program, module_of
 from sharders.tensor_parallel.split.styles import COLWISE, PACKED_ROWS, Style, parts_of
@@ -28,12 +31,14 @@ from sharders.tensor_parallel.structure.linears import features_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+logger = logging.getLogger("dmp")
+
 _GIVES_PARTS = frozenset(COLWISE) - {"colwise_gather", "colwise_loss_parallel"}
 _TAKES_PARTS = frozenset(("rowwise", "rowwise_scatter", *PACKED_ROWS))
 
 
 def show_whole(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], everyone: dist.ProcessGroup | None
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], everyone: dist.ProcessGroup | None, looks: Looks
 ) -> None:
     """Have programs' hooks on split Linears of the model, and on functions between, see whole tensors, see above.
 
@@ -45,12 +50,14 @@ def show_whole(
         mesh: the tensor axis.
         styles: by which it is.
         everyone: who forwards together.
+        looks: at which forwards what a hook is shown of other shapes is known for a part, and told.
     """
     kinds = {path: style for path, style in styles.items() if isinstance(style, str)}
     kinds = {path: s for path, s in kinds.items() if s in _GIVES_PARTS | _TAKES_PARTS}
     kinds = {path: s for path, s in kinds.items() if features_of(model.get_submodule(path)) is not None}
     holders = {path.rpartition(".")[0] for path in kinds}
-    inside = [path for path, m in model.named_modules() if _is_function(m) and any(is_inside(path, h) for h in holders)]
+    between = [p for p, m in model.named_modules() if _is_function(m) or styles.get(p) == "sum_gradients"]
+    inside = [path for path in between if any(is_inside(path, h) for h in holders)]
     known: WeakKeyDictionary[nn.Module, _Looks] = WeakKeyDictionary()  # of the model and its copies
 
     def prepare(module: nn.Module, *_: Any) -> None:
@@ -59,6 +66,7 @@ def show_whole(
         if module not in known:
             known[module] = _Looks(module, kinds, inside, mesh)
         if known[module].take() and mesh.size() > 1:
+            looks.is_one = True
             _agree(known[module].paths(), mesh, everyone)
 
     model.register_forward_pre_hook(prepare)
@@ -102,7 +110,7 @@ class _Looks:
             for key in reversed(theirs) if is_before else theirs:
                 if not isinstance(hooks[key], _Looking):
                     takes, gives = (self.between.parts_of,) * 2 if style is None else _parts(style)
-                    hooks[key], is_new = _Looking(hooks[key], self.mesh, bool(is_before), takes, gives), True
+                    hooks[key], is_new = _Looking(path, hooks[key], self.mesh, bool(is_before), takes, gives), True
                 hooks.move_to_end(key, last=not is_before)
         if is_new and style is None and not self.is_followed:
             self.is_followed = True
@@ -153,12 +161,22 @@ def _agree(paths: list[str], mesh: DeviceMesh, everyone: dist.ProcessGroup | Non
 
 
 class _Looking:
-    """A program's hook, which a copy of the model has as the program gave it."""
+    """A program's hook, which a copy of the model has as the program gave it.
+
+    Args:
+        path: of the module that it is on.
+    """
 
     def __init__(
-        self, hook: Callable[..., Any], mesh: DeviceMesh, is_before: bool, parts_in: _Parts, parts_out: _Parts
+        self,
+        path: str,
+        hook: Callable[..., Any],
+        mesh: DeviceMesh,
+        is_before: bool,
+        parts_in: _Parts,
+        parts_out: _Parts,
     ) -> None:
-        self.hook, self.mesh, self.is_before = hook, mesh, is_before
+        self.path, self.hook, self.mesh, self.is_before, self.is_told = path, hook, mesh, is_before, False
         self.parts_in, self.parts_out = parts_in, parts_out
         self.__module__ = module_of(hook)
 
@@ -201,9 +219,21 @@ class _Looking:
             return plain(x.redistribute(placements=[Replicate()]))
         parts = parts_of(x) if isinstance(x, torch.Tensor) and x.dim() else 0
         if not parts:
-            return x
-        local = DTensor.from_local(x.unflatten(-1, (parts, -1)), self.mesh, [Shard(x.dim())], run_check=False)
+            self._tell(x)
+            return plain_part(x)
+        local = DTensor.from_local(
+            plain_part(x).unflatten(-1, (parts, -1)), self.mesh, [Shard(x.dim())], run_check=False
+        )
         return plain(local.redistribute(placements=[Replicate()])).flatten(-2)
+
+    def _tell(self, x: Any) -> None:
+        if type(x) is OwnPart and not self.is_told:
+            self.is_told = True
+            logger.warning(
+                "a hook on %r is shown a tensor %s of this rank's part along axis %r (%d ranks): its shape does not "
+                "tell how it is split. Hooks on split Linears, attentions and MLPs are shown what one process has",
+                *(self.path, tuple(x.shape), (self.mesh.mesh_dim_names or ("tensor",))[0], self.mesh.size()),
+            )
 
     def _cut(self, x: Any, was: Any, parts_of: _Parts) -> Any:
         """This rank's part of what a hook gives, where it was given the whole of one."""

@@ -30,7 +30,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
     Args:
         mesh: the tensor axis, whose size divides the inner size.
     """
-    read_local(module, split_weights(module, mesh, style))
+    read_local(module, split_weights(module, mesh, style), is_followed=True)
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return map_nested(args, taken), map_nested(kwargs, taken)

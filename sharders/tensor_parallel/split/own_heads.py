@@ -48,12 +48,14 @@ class Of:
         heads: the dimension of heads; None where they are averaged.
         is_scaled: dropout may have made what a softmax leaves larger.
         told: called when it has turned out to be weights.
+        other: called when it has turned out not to be, and to be another on each rank.
     """
 
     mesh: DeviceMesh
     heads: int | None
     is_scaled: bool
     told: Callable[[], object] = lambda: None
+    other: Callable[[], object] = lambda: None
 
 
 class OwnHeads(torch.Tensor):
@@ -120,10 +122,13 @@ def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
     sums = values.sum(-1)
     is_weights = (values >= 0).all() & (sums.mean() <= _DROPPED if of.is_scaled else (sums <= 1 + _ROUNDING).all())
     # By its own numbers one rank alone might bring them together, and wait.
-    print_of = int(values.double().square().sum().view(torch.int64)) if of.heads is None else 0
+    print_of = int(values.double().square().sum().view(torch.int64))
     words = [int(is_weights), print_of]
     told = ranks.gather_words("attention weights that a split model gives out", words, of.mesh.get_group())
+    is_one = all(of_rank == told[0] for of_rank in told)
     if not all(of_rank[0] for of_rank in told):
+        if not is_one:
+            of.other()
         return mine
     of.told()
     if of.heads is not None:
@@ -131,5 +136,4 @@ def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
 
         placed = DTensor.from_local(mine, of.mesh, [Shard(of.heads)], run_check=False)
         return plain(placed.redistribute(placements=[Replicate()]))
-    is_one = all(of_rank == told[0] for of_rank in told)
     return mine if is_one else summed(mine / of.mesh.size(), of.mesh)

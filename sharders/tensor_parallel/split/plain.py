@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dmp import is_dtensor
+from sharders.tensor_parallel.split.own_parts import plain_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +37,7 @@ def replicated(x: Any, mesh: DeviceMesh) -> DTensor:
     """What all ranks have as a DTensor, which what is one stays. Nothing is sent."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x if isinstance(x, DTensor) else DTensor.from_local(plain_part(x), mesh, [Replicate()], run_check=False)
 
 
 def summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -46,7 +47,8 @@ def summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    return plain(DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]))
+    open_sum = DTensor.from_local(plain_part(part), mesh, [Partial()], run_check=False)
+    return plain(open_sum.redistribute(placements=[Replicate()]))
 
 
 def plain(output: DTensor) -> torch.Tensor:

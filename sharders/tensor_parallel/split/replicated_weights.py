@@ -34,6 +34,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from dmp import Place, ShardedModule
+from sharders.tensor_parallel.split.own_parts import follow
 from sharders.tensor_parallel.split.plain import replicated
 
 if TYPE_CHECKING:
@@ -73,11 +74,15 @@ def keep_whole_weights(
     _read_inside(model)
 
 
-def read_local(owner: nn.Module, names: tuple[str, ...]) -> None:
+def read_local(owner: nn.Module, names: tuple[str, ...], *, is_followed: bool = False) -> None:
     """Have the model's code read split weights as what of them is here, a bias in the dtype of its weight: mixed
-    precision casts what is gathered, and FSDP2 may have left a bias whole."""
+    precision casts what is gathered, and FSDP2 may have left a bias whole.
+
+    Args:
+        is_followed: what is computed of them is of a part, whatever it is computed with.
+    """
     for name in names:
-        _read_as(owner, (name,), _local if name == "weight" else _like_weight)
+        _read_as(owner, (name,), _own if is_followed else _local if name == "weight" else _like_weight)
 
 
 def align_gradient(owner: nn.Module, name: str) -> None:
@@ -213,6 +218,11 @@ def _getter(name: str, read: _Read) -> Callable[[nn.Module], Any]:
 
 def _local(parameter: Any, _: nn.Module) -> Any:
     return parameter.to_local()
+
+
+def _own(parameter: Any, owner: nn.Module) -> Any:
+    local = _like_weight(parameter, owner)
+    return local if torch.compiler.is_compiling() else follow(local)
 
 
 def _like_weight(parameter: Any, owner: nn.Module) -> Any:

@@ -63,7 +63,7 @@ def split(
         elif family(styles[path]) == "norm":
             split_norm(module, mesh)
         elif family(styles[path]) == "heads":
-            read_local(module, split_weights(module, mesh, styles[path]))
+            read_local(module, split_weights(module, mesh, styles[path]), is_followed=True)
         elif is_local(styles[path], module):
             (split_experts if family(styles[path]) == "experts" else split_local)(module, mesh, styles[path])
             adding.add(id(module))
