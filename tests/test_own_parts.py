@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmp import DistributedModelParallel, ShardingEnv, local_of
 from sharders import TensorParallelSharder
-from sharders.tensor_parallel.split import followed
+from sharders.tensor_parallel.split import followed, own_parts
 from tests.ranks import mesh, run_ranks
 
 WIDTH, HEADS, WORDS, BATCH = 16, 4, 6, 8
@@ -205,3 +206,20 @@ def test_what_a_branch_reads_and_keeps_of_a_part_is_told() -> None:
         for number, (words, line) in enumerate(zip(told, said, strict=True)):
             start = f"module 'blocks.{number}.down', whose Linears are split over axis 'tp' (2 ranks), {words} of this"
             assert line.startswith(start)
+
+
+def test_what_is_followed_goes_through_functions_that_are_written_in_python() -> None:
+    """torch's name plain tensors among the classes there; what is given back as it was is no part, and none is left."""
+    following = own_parts.Following(1, lambda _: None)
+    try:
+        part, whole = own_parts.follow(torch.rand(4, 3)), torch.rand(2, 3)
+        found = F.embedding(torch.tensor([1, 2]), part)
+        first, second = found.chunk(2)
+        kept = [found, first, second, whole.add_(first), part.sum((0, 1)), part.max(0).values]
+        assert {type(each) for each in kept} == {own_parts.OwnPart}
+        mask = torch.ones(3, dtype=torch.float64)
+        assert type(mask.type_as(mask.to(part.dtype))) is torch.Tensor is type(copy.deepcopy(part))
+        assert type(mask.type_as(part)) is type(mask.float().type_as(part)) is torch.Tensor
+    finally:
+        following.end()
+    assert {type(each) for each in (*kept, part, whole)} == {torch.Tensor}

@@ -12,12 +12,14 @@ own heads from what all ranks have by being no rank's but its own. All ranks dec
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import detach_variable
 
 from dmp import ranks
 from sharders.tensor_parallel.split.plain import plain, summed
@@ -82,7 +84,11 @@ class OwnHeads(torch.Tensor):
         if func in _SAME:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda each: whole(each) if isinstance(each, OwnHeads) else each, (args, dict(kwargs)))
+        is_passed_on = func is torch.autograd.backward or sys._getframe(1).f_code is detach_variable.__code__
+        args, kwargs = tree_map(
+            lambda each: whole(each, is_passed_on=is_passed_on) if isinstance(each, OwnHeads) else each,
+            (args, dict(kwargs)),
+        )
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -104,18 +110,21 @@ def own(given: OwnHeads) -> torch.Tensor:
         return given.as_subclass(torch.Tensor)
 
 
-def whole(given: OwnHeads) -> torch.Tensor:
+def whole(given: OwnHeads, *, is_passed_on: bool = False) -> torch.Tensor:
     """Of all heads, where it is weights; else as it is.
 
     Forward: an exchange of two numbers, then an all-gather or, of means, an all-reduce; once for each tensor. Backward:
     nothing.
+
+    Args:
+        is_passed_on: nothing is computed of it, `checkpoint` hands it on.
     """
     if given._dmp_whole is None:
-        given._dmp_whole = _together(own(given), given._dmp_of)
+        given._dmp_whole = _together(own(given), given._dmp_of, is_passed_on)
     return given._dmp_whole
 
 
-def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
+def _together(mine: torch.Tensor, of: Of, is_passed_on: bool) -> torch.Tensor:
     if mine.is_meta:
         return mine
     values = mine.detach().nan_to_num()  # of rows that are masked whole
@@ -127,7 +136,7 @@ def _together(mine: torch.Tensor, of: Of) -> torch.Tensor:
     told = ranks.gather_words("attention weights that a split model gives out", words, of.mesh.get_group())
     is_one = all(of_rank == told[0] for of_rank in told)
     if not all(of_rank[0] for of_rank in told):
-        if not is_one:
+        if not is_one and not is_passed_on:
             of.other()
         return mine
     of.told()

@@ -133,8 +133,8 @@ class OwnPart(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The same, followed."""
-        if len(types) > 1:  # another class has its own to do with it
-            return NotImplemented
+        if len(types) > 1 and not all(each is cls or each is torch.Tensor for each in types):
+            return NotImplemented  # another class has its own to do with it
         following = _here.following
         with torch._C.DisableTorchFunctionSubclass():
             if following is None:
