@@ -111,8 +111,7 @@ Checkpoints
 - `_distribute_tensors`: where torch takes a rank's part of a whole tensor
 - `_maybe_full_or_cpu_state_dict`, `_verify_options`, `_load_model_state_dict`, `_load_optim_state_dict`: where torch's
   functions for state dicts make whole tensors, where each begins, and what loads
-- `torch.distributed.checkpoint._async_thread_executor`, `_ThreadBasedAsyncCheckpointExecutor`: where a thread of
-  torch's begins to save
+- `_ThreadBasedAsyncCheckpointExecutor`, `_save_state_dict`: where a thread of torch's begins to save, and every save
 - `torch.distributed.checkpoint.state_dict_saver._save_state_dict`: saving without the warning of `save`
 - `_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_StorageInfo`, `_StoragePrefix`, `_MEM_FORMAT_ENCODING`, `_get_layout`:
   as they stand in files; nothing of these names is called

@@ -53,6 +53,9 @@ def as_one_process() -> None:
     module = Net().double()
     env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
     model = DistributedModelParallel(copy.deepcopy(module), env, plan={"table.weight": row_wise()})
+    other = DistributedModelParallel(nn.Linear(4, 2), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    with other.no_sync():  # whose gradients wait meanwhile
+        other(torch.ones(1, 4)).sum().backward()
     optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (module, model)]
     x, ids = torch.randn(4, 4, dtype=torch.float64), torch.tensor([1, 6, 1, 3])
     own = slice(2 * env.rank, 2 * env.rank + 2)

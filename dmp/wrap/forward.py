@@ -15,6 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import begin_pass, note_left, raise_cause
+from dmp.wrap import live_models as live
 from dmp.wrap.data_parallel import check_cast
 from dmp.wrap.skeleton import put_back
 from dmp.wrap.step_turns import agree_on_forward
@@ -114,7 +115,7 @@ def _refuse_clones(model: Any) -> None:
     Raises:
         ShardError: they have.
     """
-    if model._modules is not model.module._modules:
+    if model not in live.models:
         raise ShardError(
             f"{type(model).__name__}: modules of a wrapped model have been put together anew, with other weights, as "
             "higher's innerloop_ctx and learn2learn's clone do: a forward would run with those of the model itself. "

@@ -29,6 +29,7 @@ class _Seen(NamedTuple):
 _seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
 
 
+@torch.no_grad()  # inside of torch.func a DTensor gives what is here to nobody else
 def show_waiting(waiting: Iterable[Any]) -> None:
     """After a pass: have those of which gradients wait show it.
 
@@ -43,6 +44,7 @@ def show_waiting(waiting: Iterable[Any]) -> None:
         _seen[held] = _Seen(weight.grad, weight.grad._version, not local_of(weight.grad).any(), is_ours)
 
 
+@torch.no_grad()
 def drop_cleared(waiting: Iterable[Any], drop: Callable[[Any], None]) -> None:
     """Before a pass, or a step: drop what waits of weights whose `.grad` was cleared since.
 
