@@ -8,7 +8,6 @@ of it, or a part that is called alone, as `generate` calls an encoder.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
+from dmp import ranks
 from sharders.tensor_parallel.split.own_heads import Of, OwnHeads, mark, own, whole
-from sharders.tensor_parallel.split.own_parts import is_compiled
+from sharders.tensor_parallel.split.own_parts import is_compiled, kind_of
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.attentions import attentions_in
 from sharders.tensor_parallel.structure.linears import is_joint_attention
@@ -26,8 +26,6 @@ from sharders.tensor_parallel.structure.transformer import Branch, Heads, outwar
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger("dmp")
 
 
 def gather_attention_weights(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
@@ -128,12 +126,13 @@ class _Maker:
 
         def tell() -> None:
             if shape[-1] != self.size and not self.is_told:
-                self.is_told = True
-                logger.warning(
-                    "attention %r, whose heads are split over axis %r (%d ranks), gives out or keeps a tensor %s "
-                    "beside its output, which something is computed of, or the model returns: it is of this rank's "
-                    "heads. Weights after a softmax would be brought together",
-                    *(self.path, (self.mesh.mesh_dim_names or ("tensor",))[0], self.mesh.size(), shape),
+                self.is_told = True  # the next may have another shape
+                (axis,) = self.mesh.mesh_dim_names or ("tensor",)
+                ranks.say_once(
+                    f"attention {kind_of(self.path)!r}, whose heads are split over axis {axis!r} ({self.mesh.size()} "
+                    f"ranks), gives out or keeps a tensor {shape} beside its output, which something is computed of, "
+                    "or the model returns: it is of this rank's heads. Weights after a softmax would be brought "
+                    "together"
                 )
 
         return tell

@@ -6,7 +6,6 @@ after that, and when a chance has changed; one in which ranks have drawn apart i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,17 +13,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from dmp import join_name, tensors_of
+from dmp import join_name, ranks, tensors_of
 from sharders.tensor_parallel.split.own_heads import OwnHeads
-from sharders.tensor_parallel.split.own_parts import Following, OwnPart, follow, is_compiled, place_of, plain_part
+from sharders.tensor_parallel.split.own_parts import (
+    Following,
+    OwnPart,
+    follow,
+    is_compiled,
+    kind_of,
+    place_of,
+    plain_part,
+)
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import outward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger("dmp")
 
 _WHOLE = ("colwise_gather", "colwise_loss_parallel")
 _ADVICE = "each rank has another. Hooks on split Linears, and on modules between, are shown what one process has"
@@ -155,7 +160,6 @@ class _Branch:
         """While it trains, or not; nothing where nobody has looked."""
         self._calls: list[Following | None] = []
         self._kept: list[tuple[str, torch.Tensor]] = []
-        self._told: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Branch:
         return self
@@ -193,19 +197,16 @@ class _Branch:
             name for name, tensor in kept if type(tensor) is not OwnHeads and (tensor.dim() < 4 or module.training)
         ]
         if names:
-            self._tell("keeps", f"keeps {', '.join(map(repr, dict.fromkeys(names)))}")
+            self._tell(f"keeps {', '.join(map(repr, dict.fromkeys(names)))}")
 
     def _read(self, how: str) -> None:
-        self._tell("reads", f"reads a number ({how})")
+        self._tell(f"reads a number ({how})")
 
-    def _tell(self, what: str, said: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning(
-                "module %r, whose Linears are split over axis %r (%d ranks), %s of this rank's part of what it "
-                "computes: %s",
-                *(self.path, self.axis, self.size, said, _ADVICE),
-            )
+    def _tell(self, said: str) -> None:
+        ranks.say_once(
+            f"module {kind_of(self.path)!r}, whose Linears are split over axis {self.axis!r} ({self.size} ranks), "
+            f"{said} of this rank's part of what it computes: {_ADVICE}"
+        )
 
 
 def _kept_in(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch import nn
 
 from dmp import is_dtensor, is_inside, ranks
 from sharders.tensor_parallel.split.followed import Looks
-from sharders.tensor_parallel.split.own_parts import OwnPart, plain_part
+from sharders.tensor_parallel.split.own_parts import OwnPart, kind_of, plain_part
 from sharders.tensor_parallel.split.plain import plain, replicated
 from sharders.tensor_parallel.split.program_hooks import is_of_program, module_of
 from sharders.tensor_parallel.split.styles import COLWISE, PACKED_ROWS, Style, parts_of
@@ -30,8 +29,6 @@ from sharders.tensor_parallel.structure.linears import features_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger("dmp")
 
 _GIVES_PARTS = frozenset(COLWISE) - {"colwise_gather", "colwise_loss_parallel"}
 _TAKES_PARTS = frozenset(("rowwise", "rowwise_scatter", *PACKED_ROWS))
@@ -229,10 +226,11 @@ class _Looking:
     def _tell(self, x: Any) -> None:
         if type(x) is OwnPart and not self.is_told:
             self.is_told = True
-            logger.warning(
-                "a hook on %r is shown a tensor %s of this rank's part along axis %r (%d ranks): its shape does not "
-                "tell how it is split. Hooks on split Linears, attentions and MLPs are shown what one process has",
-                *(self.path, tuple(x.shape), (self.mesh.mesh_dim_names or ("tensor",))[0], self.mesh.size()),
+            (axis,) = self.mesh.mesh_dim_names or ("tensor",)
+            ranks.say_once(
+                f"a hook on {kind_of(self.path)!r} is shown a tensor {tuple(x.shape)} of this rank's part along axis "
+                f"{axis!r} ({self.mesh.size()} ranks): its shape does not tell how it is split. Hooks on split "
+                "Linears, attentions and MLPs are shown what one process has"
             )
 
     def _cut(self, x: Any, was: Any, parts_of: _Parts) -> Any:
