@@ -44,6 +44,8 @@ def test_topology_of_other_accelerators(caplog: pytest.LogCaptureFixture) -> Non
     ):
         assert Topology.of(env).memory_bytes == 24e9
         asked.assert_called_once_with(torch.device("xpu", 1))
+        assert Topology.of(ShardingEnv.single("cuda")).memory_bytes == 24e9
+    assert Topology.of(ShardingEnv.single("cuda")).memory_bytes == 80e9, "offline"
 
 
 def test_topology_figures_by_axis() -> None:

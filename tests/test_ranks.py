@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dmp.ranks import answers
 from dmp.ranks.groups import control_group, device_of, own_group
 from sharders.tensor_parallel.structure import caches
 from tests import ranks
@@ -209,6 +210,17 @@ def groups_of_an_accelerator(config: str, where: str) -> None:
     assert other is group, "its own backend's"
     assert own is not group and dist.get_backend(own) == "gloo"
     assert device_of(own) == torch.device("cpu")
+
+
+def test_a_process_on_the_cpu_waits_without_using_time_whatever_accelerator_is_there() -> None:
+    for device in (None, torch.device("mps"), torch.device("cuda")):  # nobody has begun to use them
+        with mock.patch("torch.accelerator.current_accelerator", return_value=device):
+            assert not answers._spins()
+    with (
+        mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("xpu")),
+        mock.patch("torch.xpu.is_initialized", return_value=True),
+    ):
+        assert answers._spins()
 
 
 @pytest.mark.parametrize(

@@ -167,4 +167,5 @@ def ranks_are(ranks: Sequence[int], one: str = "is", many: str = "are") -> str:
 def _spins() -> bool:
     """Whether a thread that waits for others may use time: it does for a device's work."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and bool(torch.get_device_module(device).is_initialized())
+    is_used = getattr(torch.get_device_module(device), "is_initialized", None) if device is not None else None
+    return is_used is not None and bool(is_used())  # Apple's, which has no collectives, does not say

@@ -280,7 +280,7 @@ def _device_memory_bytes(env: ShardingEnv) -> float:
         ) from error
     if env.device_type != "cuda":
         _say_borrowed(env.device_type)
-    if env.mesh is None:
+    if env.mesh is None and env.size > 1:
         return _H100_BYTES
     try:
         return float(torch.accelerator.get_memory_info(env.device)[1]) or _H100_BYTES
