@@ -7,12 +7,14 @@ import functools
 import gc
 import types
 import warnings
+import weakref
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from dmp import DistributedModelParallel, column_wise, data_parallel, ranks, row_wise, table_wise
+from dmp import DistributedModelParallel, ShardingEnv, column_wise, data_parallel, ranks, row_wise, table_wise
 from dmp.ranks import call_log, turns
 from dmp.wrap import arguments, live_models, step_turns, written_earlier
 from tests.ranks import mesh, run_ranks
@@ -64,6 +66,32 @@ def wraps(kind: str) -> list[dict[str, int]]:
     return found
 
 
+class Scaled(torch.nn.Module):
+    """A weight that is split, one that lies whole on each rank, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def dense_ones(axis: str) -> list[bool]:
+    """Which of a model and its copy are there when nobody keeps them."""
+    model = DistributedModelParallel(Scaled(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for each in (model, twin):
+        each(torch.rand(3, 4)).sum().backward()
+    optimizer.step()
+    told = [weakref.ref(each.module) for each in (model, twin)]
+    del model, twin, each, optimizer
+    gc.collect()
+    return [each() is not None for each in told]
+
+
 def reshards() -> list[dict[str, int]]:
     """Counts after rounds through all plans."""
     model = build("row_wise", "adagrad", (2,), None)
@@ -81,6 +109,11 @@ def test_models_that_nobody_keeps() -> None:
     for kind in ("adagrad", "none"):
         for _, second, *_, last in run_ranks(2, wraps, kind):
             assert last == second, kind
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard", "tp"])
+def test_dense_models_that_nobody_keeps(axis: str) -> None:
+    assert run_ranks(2, dense_ones, axis) == [[False, False]] * 2
 
 
 def test_plans_that_are_over() -> None:

@@ -7,6 +7,7 @@ are in such a pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -36,6 +37,8 @@ def average_whole(
         names: of parameters that nothing else averages.
         everyone: who begins a pass through no forward together.
     """
+    # A weight holds its hooks where Python's collector does not look: one that held the module would keep it for ever.
+    root = weakref.ref(module)
     end, later = PassEnd(), LaterHooks()
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
     if everyone is not None:
@@ -53,13 +56,13 @@ def average_whole(
                 begin(p)
 
     def complete() -> None:
-        trained = [p for p in _of_names(module, names) if p.requires_grad]
+        trained = [p for p in _of_names(root(), names) if p.requires_grad]
         given = average_gradients(trained, group)
         end.clear()
         later.run(given)
 
     def hear() -> None:
-        for p in _of_names(module, names):
+        for p in _of_names(root(), names):
             hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and begin_past not in hooks.values():
                 p.register_post_accumulate_grad_hook(begin_past)
@@ -67,7 +70,7 @@ def average_whole(
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             hear()
-            later.take(_of_names(module, names), begin_past)
+            later.take(_of_names(root(), names), begin_past)
             for tensor in with_graph(output):
                 tensor.register_hook(begin)
 
@@ -78,7 +81,9 @@ def average_whole(
     refuse_steps(module, lambda _: end.has_raised, held)
 
 
-def _of_names(module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
+def _of_names(module: nn.Module | None, names: Sequence[str]) -> list[torch.Tensor]:
+    if module is None:
+        return []
     # Not by attribute: beside split weights a backward pass reads these as plain tensors.
     places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
     return [p for owner, name in places if (p := owner._parameters[name]) is not None]
