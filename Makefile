@@ -29,8 +29,10 @@ test: .venv/.installed
 	$(PY) -m pytest tests -m "not slow" $(IN_FILES)
 
 test-all: export FRESH_INTERPRETERS := 1
-test-all: .venv/.installed
+test-all: .venv/.installed .venv/.triton
 	$(PY) -m pytest tests $(IN_FILES)
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/test_kernels.py tests/test_equality_kernels.py -m "not slow" \
+		-k "triton or every_kernel" $(IN_FILES)
 
 # Seeded probes of what strangers do, as a table of outcomes; another SEED draws others. ONLY=inputs runs one category.
 SEED ?= 1
@@ -69,6 +71,11 @@ bench-planner: .venv/.installed
 	$(PY) -m pip install --quiet --no-compile torch==2.13.0
 	$(PY) -m pip install --quiet --no-compile --editable '.[planner,torchrec,numba,safetensors,dev]'
 	$(PY) -m pip install --quiet --no-compile --no-deps torchrec==1.8.0
+	touch $@
+
+# A GPU's build of torch brings it. Here it interprets what it would compile, and is 290 MB.
+.venv/.triton: .venv/.installed
+	$(PY) -m pip install --quiet --no-compile 'triton>=3.9'
 	touch $@
 
 clean:

@@ -26,8 +26,8 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(compile_lookup(bank, slots)) is NumbaLookup
     assert type(compile_lookup(bank, slots, kernel="fbgemm")) is fbgemm_kernel.FbgemmLookup
     assert type(compile_lookup(bank, slots, kernel="torch")) is TorchLookup
-    with pytest.raises(ShardError, match="'triton'"):
-        compile_lookup(bank, slots, kernel="triton")
+    with pytest.raises(ShardError, match="'cuda'"):
+        compile_lookup(bank, slots, kernel="cuda")
     with pytest.raises(ShardError, match="float64"):
         compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="fbgemm")
     monkeypatch.setattr(numba_kernel, "problem", lambda *_: "ModuleNotFoundError: no such module")
@@ -129,8 +129,8 @@ def test_another_kernel_is_used_where_it_is_named() -> None:
 def test_a_named_kernel_that_does_not_fit_says_why() -> None:
     with pytest.raises(ShardError, match="counting kernel cannot be used: it takes no rows wider than 4"):
         wrapped("counting", 8)
-    with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'numba', 'torch'.*got 'triton'"):
-        wrapped("triton", 4)
+    with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'numba', 'torch', 'triton'.*got 'cuda'"):
+        wrapped("cuda", 4)
     model = wrapped("fbgemm", 4)
     with pytest.raises(ShardError, match=r"float64 on cpu.*kernel='torch'"):
         model.double()

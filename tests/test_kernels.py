@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,10 @@ KERNELS = [
     ("torch", torch.float64), ("torch", torch.float32), ("fbgemm", torch.float32), ("numba", torch.float32),
     ("numba", torch.float64),
 ]  # fmt: skip
+CAN_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # as `make test-all` has it; nothing compiles for a CPU
+if CAN_INTERPRET:
+    KERNELS += [("triton", torch.float32), ("triton", torch.float64)]
+NAMES = [*dict.fromkeys(name for name, _ in KERNELS)]
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.float64: (1e-12, 1e-12)}
 
 # Per table its chunks (rows, width), and slots (table, chunk, first row, rows); equal ranges are two features.
@@ -292,7 +297,7 @@ def test_fbgemm_equals_torch(layout: str, spec: OptimizerSpec) -> None:
 
 @pytest.mark.parametrize("num_bags", [0, 3])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
+@pytest.mark.parametrize("kernel", NAMES)
 def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     bank, lookup = make(MIXED, torch.float32, spec, kernel)
     before = bank.weights.clone()
@@ -311,7 +316,7 @@ def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     assert torch.equal(bank.weights, before) and bank.steps.tolist() == [2.0] * 5
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
+@pytest.mark.parametrize("kernel", NAMES)
 def test_no_slots(kernel: str) -> None:
     bank = Bank([[], []], torch.float32, "cpu", SPECS[2])
     lookup = compile_lookup(bank, [], kernel=kernel)
@@ -324,10 +329,10 @@ def test_no_slots(kernel: str) -> None:
     assert bank.table_view(1, 6).shape == (0, 6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tables_may_have_different_steps(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), [case for case in KERNELS if case[0] in ("torch", "triton")])
+def test_tables_may_have_different_steps(kernel: str, dtype: torch.dtype) -> None:
     """A checkpoint may bring them: Adam's correction goes by table."""
-    bank, lookup = make(ONE_WIDTH, dtype, SPECS[3], "torch")
+    bank, lookup = make(ONE_WIDTH, dtype, SPECS[3], kernel)
     bank.steps.copy_(torch.tensor([1.0, 500.0, 7.0]))
     before = bank.weights.clone()
     lookup.update_pooled(torch.ones(1, 12, dtype=dtype), Bags(torch.tensor([0, 0]), torch.tensor([0, 1, 2, 2])))
@@ -360,7 +365,7 @@ def test_initial_accumulator_value() -> None:
     assert torch.equal(bank.state_view("sum", 0, 0), torch.full((2, 3), 0.5))
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
+@pytest.mark.parametrize("kernel", NAMES)
 def test_deepcopy_is_independent(kernel: str) -> None:
     bank, lookup = make(MIXED, torch.float32, SPECS[1], kernel)
     before = bank.weights.clone()
@@ -401,7 +406,7 @@ def test_other_tables_rest() -> None:
     assert bank.state_view("sum", 2, 0).tolist() == [0.0, 0.0, 9.0, 0.0]
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
+@pytest.mark.parametrize("kernel", NAMES)
 def test_default_device_does_not_matter(kernel: str) -> None:
     """Modules are often built inside `torch.device("meta")`."""
     with torch.device("meta"):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmp
 from dmp import DistributedModelParallel, Layout, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+from sharders import EmbeddingBagSharder, EmbeddingSharder
 from tests.oracle import LR, attach
 
 pytestmark = pytest.mark.gpu
@@ -129,7 +130,9 @@ def plain_run(dtype: torch.dtype, optimizer: str | None, size: int) -> tuple[lis
     return losses, module
 
 
-def trained(env: ShardingEnv, dtype: torch.dtype, optimizer: str | None, layout: str) -> DistributedModelParallel:
+def trained(
+    env: ShardingEnv, dtype: torch.dtype, optimizer: str | None, layout: str, kernel: str | None
+) -> DistributedModelParallel:
     """Compared with the plain run, losses and weights."""
     size = env.size
     module = net(dtype).to(env.device)
@@ -137,7 +140,8 @@ def trained(env: ShardingEnv, dtype: torch.dtype, optimizer: str | None, layout:
         for path in ("users", "items", "words"):
             attach(module.get_submodule(path), optimizer)
     plan = {name: LAYOUTS[layout](size - 1) for name in TABLES}
-    model = DistributedModelParallel(module, env, plan=plan)
+    sharders = [EmbeddingBagSharder(kernel=kernel), EmbeddingSharder(kernel=kernel), *dmp.default_sharders()]
+    model = DistributedModelParallel(module, env, plan=plan, sharders=sharders)
     own = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=LR)
     losses, plain = plain_run(dtype, optimizer, size)
     for step in range(STEPS):
@@ -161,15 +165,18 @@ def same(state: dict[str, Any], plain: nn.Module, near: float) -> None:
         )
 
 
-def tables(env: ShardingEnv, dtype: torch.dtype, layout: str) -> None:
+def tables(env: ShardingEnv, dtype: torch.dtype, layout: str, kernel: str | None) -> None:
     for optimizer in (None, "sgd", "adagrad"):
-        trained(env, dtype, optimizer, layout)
+        trained(env, dtype, optimizer, layout, kernel)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_tables(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    on_devices(tables, dtype, layout, folder=tmp_path)
+@pytest.mark.parametrize("kernel", [None, "triton"])
+def test_tables(layout: str, dtype: torch.dtype, kernel: str | None, tmp_path: Path) -> None:
+    if kernel == "triton" and torch.accelerator.current_accelerator() != torch.device("cuda"):
+        pytest.skip("it is for GPUs")
+    on_devices(tables, dtype, layout, kernel, folder=tmp_path)
 
 
 class Block(nn.Module):

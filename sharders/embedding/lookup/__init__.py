@@ -10,6 +10,8 @@
 - `kernels`: what a lookup kernel is, which there are, and which is used
 - `fbgemm_kernel`: lookups and updates by FBGEMM on the CPU
 - `torch_kernel`: lookups and updates in plain torch operations
+- `triton_kernel`: lookups and updates by functions that triton compiles for a GPU
+- `triton_functions`: these functions
 - `threads`: parts of one piece of work on the threads of this process
 - `numba_kernel`: lookups and updates by functions that numba compiles
 - `numba_layout`: what compiled code is told of tables, bags and a call's ids

@@ -1,8 +1,8 @@
 """Lookups in one bank, and the updates of its rows in the backward pass: the local part of the data path.
 
-A lookup is compiled once from a bank and row ranges of it, and holds no communication. Three kernels give the same
-numbers: what numba compiles (on the CPU), FBGEMM's table-batched operators (float32 on the CPU) and torch's own
-(anything). `register_kernel` adds more.
+A lookup is compiled once from a bank and row ranges of it, and holds no communication. Four kernels give the same
+numbers: what numba compiles (on the CPU), FBGEMM's table-batched operators (float32 on the CPU), what triton compiles
+(on a GPU, where it is named) and torch's own (anything). `register_kernel` adds more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from dmp import ShardError, ranks
-from sharders.embedding.lookup import fbgemm_kernel, numba_kernel
+from sharders.embedding.lookup import fbgemm_kernel, numba_kernel, triton_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented, Sources
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
+from sharders.embedding.lookup.triton_kernel import TritonLookup
 
 
 class Lookup(Protocol):
@@ -231,4 +232,5 @@ def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = 
 
 register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))
 register_kernel(Kernel("fbgemm", fbgemm_kernel.supports, FbgemmLookup))
+register_kernel(Kernel("triton", triton_kernel.supports, TritonLookup))
 register_kernel(Kernel("torch", lambda *_: None, TorchLookup))
