@@ -75,6 +75,28 @@ class Model(nn.Module):
         return self.head(x), value
 
 
+class _Always(Block):
+    """Computes of its weights whatever it is asked for."""
+
+    def forward(self, x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, weights = super().forward(x, "used")
+        return out, weights if form else None
+
+
+def _always() -> None:
+    """The proof runs such a model too: ranks that are simulated were taken for those of a group that is gone."""
+    oracle = Model()
+    oracle.blocks = nn.ModuleList(_Always() for _ in range(2))
+    model = DistributedModelParallel(copy.deepcopy(oracle), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    assert model.module.blocks[0].attention.q.weight.placements[0].is_shard()
+    ids = torch.randint(50, (3, WORDS), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(ids)[0], oracle(ids)[0])
+
+
+def test_a_model_that_always_computes_of_weights_is_split() -> None:
+    run_ranks(2, _always)
+
+
 def _compiled(forms: tuple[str, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's of hooks that it does not trace
@@ -204,7 +226,8 @@ def test_as_many_samples_as_a_rank_has_heads() -> None:
 def _masks() -> None:
     """In training, where dropout may have made weights larger: one that all ranks have stays what it is."""
     weights = nn.functional.dropout(torch.rand(3, 1, WORDS, WORDS).softmax(-1), 0.5)
-    for given, whole in ((torch.ones(3, 1, WORDS, WORDS).tril(), 1), (weights, 2), (-weights, 1)):
+    zero = torch.zeros(3, 1, WORDS, WORDS)  # values of a projection that begins at zero
+    for given, whole in ((zero, 1), (torch.ones(3, 1, WORDS, WORDS).tril(), 1), (weights, 2), (-weights, 1)):
         own_heads.mark(given, own_heads.Of(mesh((2,), ("tp",)), 1, True))
         assert (given + 0).shape == (3, whole, WORDS, WORDS)
 

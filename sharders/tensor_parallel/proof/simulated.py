@@ -279,6 +279,17 @@ class _Group(dist.ProcessGroup):
 
         return self._meet("all_to_all", [output], finish, (output, given, list(in_sizes)))
 
+    def gather_words(self, what: str, words: list[int], _: dist.ProcessGroup) -> list[list[int]]:
+        """As `dmp.ranks.gather_words`."""
+
+        def finish(every: list[tuple[list[int], list[list[int]]]]) -> None:
+            for _, said in every:
+                said += [of_rank for of_rank, _ in every]
+
+        told: list[list[int]] = []
+        self._meet(what, [], finish, (words, told))
+        return told
+
     def _meet(
         self, what: str, result: list[torch.Tensor], finish: Callable[[list[Any]], None], value: Any = None
     ) -> dist.Work:
