@@ -48,6 +48,7 @@ Optimizers, gradients and scaling
 - `_autograd`, `_get_current_graph_task_keep_graph`: whether a backward pass retains the graph
 - `_autograd`, `_top_saved_tensors_default_hooks`: whether a part of a branch is to be computed again
 - `_engine_run_backward`: what a backward pass is asked for; the frame at which a hanging rank is in one
+- `_library`: a folder of torch's, frames of which are around what a hanging rank waits in
 - `_saved_dim`, `_saved_reduction`, `_dispatch_get_all_op_names`: what an operation in a graph goes over, and which one
   of torch's it is
 - `_saved_self`, `_saved_other`, `_input_metadata`: what an operation in a graph multiplies by, and the shape of what it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmp
 from dmp import DistributedModelParallel, ShardingEnv, row_wise
+from dmp.ranks.stacks import place_of
 from sharders import EmbeddingBagSharder
 from tests.oracle import in_backward
 from tests.ranks import mesh
@@ -315,3 +318,25 @@ def losses_of_different_tables() -> None:
     model(ids, True).backward()
     model(ids, env.rank == 0).backward()
     model(ids, True)
+
+
+def wait_in_full_tensor(folder: str) -> str:
+    """Where rank 0 is said to be, which asks for the whole of a DTensor before the others do."""
+    over, seen = mesh((2,), ("shard",)), Path(folder) / "seen"
+    whole = distribute_tensor(torch.ones(4), over, [Shard(0)])
+    if dist.get_rank():
+        while not seen.exists():
+            time.sleep(0.01)
+        whole.full_tensor()
+        return ""
+    thread = threading.Thread(target=whole.full_tensor)
+    thread.start()
+    marks, said = list[tuple[int, int]](), ""
+    while len(marks) < 30 or len({*marks[-30:]}) > 1:  # until it stands still
+        time.sleep(0.01)
+        place = place_of(thread.ident or 0)
+        said = place.waits_in
+        marks.append(place.mark)
+    seen.touch()
+    thread.join()
+    return said

@@ -18,6 +18,7 @@ from tests.parting_jobs import (
     part,
     part_and_listen,
     together_where_one_raises,
+    wait_in_full_tensor,
     wrap_with,
     wrap_with_a_planner_that_raises,
 )
@@ -98,6 +99,11 @@ def test_parted_where_torch_waits(kind: str, case: str, tmp_path: Path) -> None:
     for message, seconds in replies:
         assert message and seconds < TOLD_S, (message, seconds)
     assert sum(m.startswith("RanksError: the ranks have parted ways: ") for m, _ in replies) >= 1, replies
+
+
+def test_a_rank_that_asks_alone_for_a_whole_tensor_is_seen_to_wait(tmp_path: Path) -> None:
+    """It was in code of its own, for which the others wait: torch has frames of its library between."""
+    assert run_ranks(2, wait_in_full_tensor, str(tmp_path)) == ["torch's full_tensor", ""]
 
 
 @slow

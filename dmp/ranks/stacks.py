@@ -14,7 +14,16 @@ from dmp.collection import without_collection
 
 _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = tuple(str(_OURS / name) + os.sep for name in ("dmp", "sharders", "planner"))
-_SKIPPED = ("c10d_logger.py", "_ops.py", "contextlib.py", "_contextlib.py")
+_SKIPPED = tuple(
+    os.sep + name
+    for name in (
+        "c10d_logger.py",
+        "_ops.py",
+        "contextlib.py",
+        "_contextlib.py",
+        os.path.join("_library", "autograd.py"),
+    )
+)
 _BACKWARD = "_engine_run_backward"
 POLLING = ("poll_store", "poll_memory")
 """Names of the functions of ours that wait by asking again and again."""
@@ -65,7 +74,7 @@ class _Frame(NamedTuple):
 
     @property
     def is_skipped(self) -> bool:
-        return os.path.basename(self.file) in _SKIPPED
+        return self.file.endswith(_SKIPPED)
 
 
 def _frames_of(thread: int) -> list[_Frame]:
