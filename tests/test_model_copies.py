@@ -28,7 +28,7 @@ from dmp import (
 )
 from dmp.chunked import as_chunks
 from tests import state_jobs, test_dense_state
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
 from tests.state_jobs import WORLDS, assert_same, whole
 from tests.test_dense_state import MESHES, V
 from tests.transformers_zoo import Llama
@@ -311,3 +311,26 @@ def test_a_model_that_others_put_together_anew_is_refused() -> None:
         put_together_anew(model)(torch.ones(1, 2))
     weights = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     assert not torch.func.functional_call(model, weights, torch.ones(1, 2)).any()
+
+
+class DrawsApart(nn.Linear):
+    """Its rule asks no generator of torch's."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(1.0 + (dist.get_rank() if dist.is_initialized() else 0))
+
+
+def copied_by_one() -> None:
+    with torch.device("meta"):
+        module = DrawsApart(3, 2, bias=False)
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    assert (model.weight == 1.0).all()
+    average = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    model(torch.ones(1, 3)).sum().backward()
+    assert average is None or (average.module(torch.ones(1, 3)) == 3.0).all()
+
+
+def test_a_rank_copies_its_model_alone() -> None:
+    """As it may under DDP; and what a rule has drawn on each rank is rank 0's."""
+    run_ranks(2, copied_by_one)

@@ -102,6 +102,8 @@ def _waits_in(inner: _Frame, thread: int) -> str:
             return "the backward pass"
         if _is_distributed(frame) and not frame.is_skipped:
             outer = frame
+    if outer.function == "__init__":
+        return "torch's DistributedDataParallel(...)"
     if "fsdp" in outer.file or outer.file.endswith(os.path.join("parallel", "distributed.py")):
         return "the forward pass" + (", for buffers of rank 0's" if "broadcast" in frames[0].function else "")
     return f"torch's {outer.function}"

@@ -33,7 +33,7 @@ from dmp.registry import default_planner
 from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
 from dmp.wrap.arguments import Arguments
 from dmp.wrap.assembly import Assembly, Owned, fused_of
-from dmp.wrap.data_parallel import check_beforehand, left_whole, start
+from dmp.wrap.data_parallel import check_beforehand, left_whole, start, start_later
 from dmp.wrap.filling import check_made, fill_from_meta, rules_of, warn_of_kept
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import materialise, shared_seed
@@ -218,7 +218,9 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
         if made.device.type != "meta" and made.env.rank == 0:
             warn_of_kept(made.module, sharded)
     _move(made.module, made.device, sharded)
-    return start(made) if starts and not takes_meta else made
+    if not starts or takes_meta:
+        return made
+    return start(made) if rules is None else start_later(made)  # a rule may draw from a generator of its own
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:

@@ -73,7 +73,7 @@ def start(made: Assembly) -> Assembly:
 
 
 def start_later(made: Assembly) -> Assembly:
-    """As `start`, after forwards: what lazy modules have drawn on each rank becomes rank 0's."""
+    """As `start`, of values that ranks have made apart, as lazy modules draw theirs: they become rank 0's."""
     split = {name for name, p in made.module.named_parameters(remove_duplicate=False) if is_dtensor(p)}
     sync_from_first_rank(made.module, made.env, made.sharded_names() | split)
     return start(made)

@@ -54,6 +54,7 @@ class DDPWrapper:
         ids = [device] if device.type != "cpu" else None
         # It costs torch a walk through each graph, and is wrong where two forwards come before their backward passes.
         options = {name: value for name, value in self.options.items() if name != "find_unused_parameters"}
+        options.setdefault("init_sync", False)  # values are alike, and so a rank may copy its model alone
         if options.get("static_graph"):
             if device.type == "cpu":  # where torch's own way to update them asks for a stream of an accelerator
                 refuse_updated(trained, BY_OPTIONS)
