@@ -50,6 +50,20 @@ def rectangles_of(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torch.Tens
         yield tuple(runs[dim][i][0] for dim, i in enumerate(each)), values
 
 
+ONE_RANKS = (
+    "is another rank's part: torch.save on one rank writes that rank's parts alone. Each rank reads a file of its own, "
+    "or all read what torch.save writes of full_state_dict(model); save_checkpoint is for any mesh and plan"
+)
+
+
+def is_of_another_rank(given: DTensor, own: DTensor) -> bool:
+    """Whether a value was pickled on a rank that has other parts of it: it keeps that rank's place in the mesh, which
+    torch compares nowhere."""
+    there, here = given.device_mesh.get_coordinate() or (), own.device_mesh.get_coordinate() or ()
+    split = [not placement.is_replicate() for placement in own.placements]
+    return any(a != b and is_split for a, b, is_split in zip(there, here, split, strict=False))
+
+
 def _starts(runs: list[_Run]) -> list[int]:
     """Where each begins in what they are put together to."""
     found, end = [], 0

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import (
+    CheckpointError,
     DistributedModelParallel,
     ShardingEnv,
     full_optimizer_state_dict,
@@ -241,6 +242,28 @@ def takes_a_plain_models(axes: tuple[str, ...]) -> None:
 def test_the_module_itself_takes_a_plain_models(axes: tuple[str, ...]) -> None:
     """It ended in DTensor's words where weights are split."""
     run_ranks(2, takes_a_plain_models, axes)
+
+
+def reads_what_one_wrote(folder: str) -> None:
+    model = DistributedModelParallel(Scores(), ShardingEnv.from_mesh(mesh_of((2,), ("shard",))))
+    before, rank = full_state_dict(model), model.env.rank
+    torch.save(model.state_dict(), f"{folder}/rank {rank}")
+    torch.distributed.barrier()
+    theirs, own = (torch.load(f"{folder}/{name}", weights_only=False) for name in ("rank 0", f"rank {rank}"))
+    with pytest.raises(CheckpointError, match=r"is another rank's part: torch.save on one rank writes"):
+        model.load_state_dict(theirs)
+    if rank:
+        with pytest.raises(CheckpointError, match=r"out.weight is another rank's part"):
+            model.module.load_state_dict(theirs)
+    model.load_state_dict(own)
+    model.module.load_state_dict(own)
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_file_that_one_rank_wrote_is_no_other_ranks(tmp_path: Path) -> None:
+    """Others took its parts for their own, in silence."""
+    run_ranks(2, reads_what_one_wrote, str(tmp_path))
 
 
 def test_state_by_row_keeps_its_shape(tmp_path: Path) -> None:

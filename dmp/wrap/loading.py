@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.calls import Calls
 from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.dtensor_pieces import ONE_RANKS, is_of_another_rank
 from dmp.errors import CheckpointError, DmpError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor, restore_ties, tied_places
@@ -165,6 +166,8 @@ def _why_not_loaded(own: Any, given: Any) -> str:
         is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)
     ):
         return "is a DTensor of another mesh or plan: use save_checkpoint and load_checkpoint, or full_state_dict"
+    if is_dtensor(given) and is_dtensor(own) and is_of_another_rank(given, own):
+        return ONE_RANKS
     if hasattr(given, "local_shards") and not isinstance(given, ChunkedTensor):
         return (
             f"is a {type_name(given)}, of which each rank has a part, as in the state dict of TorchRec's wrapper: "

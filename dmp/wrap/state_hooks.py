@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.dtensor_pieces import ONE_RANKS, is_of_another_rank
 from dmp.env import ShardingEnv
-from dmp.errors import ShardError
+from dmp.errors import CheckpointError, ShardError
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.holders import held
@@ -93,7 +94,11 @@ def _refuse_scripting() -> nn.Module:
 def _take_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, p in module._parameters.items():
         given = state_dict.get(prefix + name)
-        if p is None or not is_dtensor(p) or not isinstance(given, torch.Tensor) or is_dtensor(given) or p.is_meta:
+        if p is None or not is_dtensor(p) or not isinstance(given, torch.Tensor):
+            continue
+        if is_dtensor(given) and is_of_another_rank(given, p):
+            raise CheckpointError(f"load_state_dict: {prefix}{name} {ONE_RANKS}")
+        if is_dtensor(given) or p.is_meta:
             continue
         if given.shape == p.shape and not given.is_meta:
             as_chunks(p.detach()).fill_from(given)
