@@ -351,3 +351,18 @@ def asked_as_fsdp2(names: tuple[str, ...], has: bool) -> None:
 def test_what_fsdp2_has_is_refused_where_nothing_is_split(names: tuple[str, ...], has: bool) -> None:
     """The error named the user's class."""
     run_ranks(2, asked_as_fsdp2, names, has)
+
+
+def _named_as_the_model() -> None:
+    for axes in (("dp",), ("shard",)):
+        model = DistributedModelParallel(nn.Linear(4, 4), ShardingEnv.from_mesh(mesh((2,), axes)))
+        assert model._get_name() == "Linear"
+    around = nn.Sequential(nn.Linear(4, 4))
+    around.get_base_model = lambda: around[0]  # type: ignore[assignment]
+    assert DistributedModelParallel(around, ShardingEnv.from_mesh(mesh((2,), ("shard",))))._get_name() == "Linear"
+
+
+def test_a_trainer_knows_the_model_by_its_name() -> None:
+    """Transformers' shifts labels that it smooths for models of known names alone: others trained on the word that
+    they were given, in silence."""
+    run_ranks(2, _named_as_the_model)

@@ -125,6 +125,14 @@ def keep_from_fully_shard(model: nn.Module) -> None:
     setattr(model, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 
+def name_of_model(model: Any) -> str:
+    """A wrapped model's `_get_name`, by which Transformers' `Trainer` knows whether it is to shift labels that it
+    smooths: of the model itself, of one in adapters (PEFT's `get_base_model`), of its class before torch split it."""
+    base = getattr(model.module, "get_base_model", None)
+    kinds = type(base() if callable(base) else model.module).__mro__
+    return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
+
+
 @functools.cache
 def guard_ddp() -> None:
     """From now on DistributedDataParallel looks for wrapped models in what it is given; once per process."""
