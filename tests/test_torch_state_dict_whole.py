@@ -92,6 +92,32 @@ def test_whole_tensors_and_back_into_another_plan(axis: str, flattened: bool) ->
     run_ranks(2, whole, axis, flattened)
 
 
+def without_tables(axis: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
+    states, models = [], []
+    for seed in (3, 4):
+        module = Net(seed)
+        module.users.requires_grad_(False)
+        model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), (axis,))), plan=PLANS[1])
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        train(model, optimizer, range(seed - 2))
+        models.append((model, optimizer)), states.append(full_state_dict(model))
+    of_model, of_optimizer = get_state_dict(*models[0], options=options)
+    assert "users.weight" not in of_model
+    del of_model["items.weight"]
+    set_state_dict(*models[1], model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+    rest = {name: states[1][name] for name in ("users.weight", "items.weight")}
+    same(full_state_dict(models[1][0]), states[0] | rest)
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_tables_that_are_not_given_stay(axis: str) -> None:
+    """torch filled in the parameters: parts, which were refused for their shape."""
+    run_ranks(2, without_tables, axis)
+
+
 def beside_others() -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 

@@ -39,12 +39,15 @@ def load(
     if made.device.type == "meta":
         raise CheckpointError("load_state_dict: the model was wrapped with device='meta', which holds no values")
     own, group = made.module.state_dict(), made.env.everyone
+    held = dict(made.module.named_parameters(remove_duplicate=False))
     given: dict[str, Any] = {}
 
     def checked() -> _Told:
         if not isinstance(state_dict, Mapping):
             raise CheckpointError(f"expected a state dict, name -> tensor; got {type_name(state_dict)}")
         given.update((k[len(prefix) :], v) for k, v in state_dict.items() if k.startswith(prefix))
+        # A table's own parameter is a part of it: torch's set_state_dict hands on those of names that it has not got.
+        given.update((k, own[k]) for k in given.keys() & held.keys() & own.keys() if given[k] is held[k])
         missing, unexpected = _check(made, own, given, prefix, strict, assign)
         if group is None:
             return _Told(missing, unexpected, {}, frozenset())
