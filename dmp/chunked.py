@@ -189,6 +189,8 @@ class ChunkedTensor(ShardedForm, torch.Tensor):
         from torch.distributed.checkpoint import metadata as md
         from torch.distributed.checkpoint import planner
 
+        if self.holders is not None:
+            self.holders.say_when()
         return [
             planner.WriteItem(
                 index=md.MetadataIndex(fqn, torch.Size(offset)),

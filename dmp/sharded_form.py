@@ -61,6 +61,10 @@ class Holders(Protocol):
         """Return when all that hold chunks of one copy write theirs."""
         ...
 
+    def say_when(self) -> None:
+        """Say what who writes the chunks now should know of the time."""
+        ...
+
 
 if TYPE_CHECKING:
     _Tensor = torch.Tensor

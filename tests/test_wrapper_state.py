@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, ranks, save_checkpoint
+from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, full_state_dict, ranks, save_checkpoint
 from tests.equality import env_of
 from tests.ranks import run_ranks
 from tests.test_asked import Said
@@ -315,3 +316,33 @@ def test_a_save_before_the_step_says_that_it_has_half_of_it(tmp_path: Any) -> No
     """Before the first step nobody knows whether the program makes any."""
     first, others = run_ranks(2, _saved, str(tmp_path))
     assert first == [[0, 0, 0, 0, 1, 0], [0] * 6] and others == [[0] * 6] * 2
+
+
+def _taken_in_a_step(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    env = env_of("dp2")
+    model = wrap(env, None, "sgd")
+    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if n not in TABLES], LR)
+    ways: list[Callable[[], Any]] = [
+        lambda: full_state_dict(model),
+        lambda: torch.save(model.module.state_dict(), io.BytesIO()),
+        lambda: dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/{is_in_a_step}"),
+        lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+    ]
+    loss_of(model, batch(env.rank, 0)).backward(), optimizer.step()
+    for is_in_a_step in (False, True):
+        if is_in_a_step:
+            loss_of(model, batch(env.rank, 1)).backward()
+        for i, take in enumerate(ways):
+            ranks.say_once.cache_clear()
+            with Said() as said:
+                take()
+            count = sum("makes half of it twice" in text for text in said.texts)
+            assert count == (is_in_a_step and env.rank == 0), (i, is_in_a_step, said.texts)
+
+
+def test_state_that_others_save_before_the_step_has_half_of_it(tmp_path: Any) -> None:
+    """`save_checkpoint` alone said so."""
+    run_ranks(2, _taken_in_a_step, str(tmp_path))

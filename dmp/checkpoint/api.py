@@ -31,7 +31,6 @@ from torch import nn
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.drifted import say_of_drift
-from dmp.checkpoint.half_steps import say_of_half_a_step
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
@@ -46,6 +45,7 @@ from dmp.foreign import type_name
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
 from dmp.state.optimizer_state import told_of
+from dmp.wrap.half_steps import say_of_half_a_step
 
 
 @alone("save_checkpoint", at_rest=True)

@@ -19,6 +19,7 @@ from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
 from dmp.ranks import results_of_all
 from dmp.state.find_wrapped import env_of
+from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.whole import gather
 
 
@@ -43,6 +44,7 @@ def export_safetensors(
     target = path_of(path, "export_safetensors")
     env = env_of(model)
     state = model.state_dict()
+    say_of_half_a_step(model)
 
     def held() -> Shapes:
         return {n: (tuple(v.shape), v.dtype) for n, v in state.items() if isinstance(v, torch.Tensor)}

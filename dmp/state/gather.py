@@ -8,6 +8,7 @@ from torch import nn
 
 from dmp.calls import alone
 from dmp.state.find_wrapped import env_of
+from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.whole import gather
 
 
@@ -32,4 +33,5 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = T
         dict_keys(['weight', 'bias'])
     """
     env = env_of(model)
+    say_of_half_a_step(model)
     return gather(model.state_dict(), env, rank0_only=rank0_only, cpu=cpu, what="full_state_dict")

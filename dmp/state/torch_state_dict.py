@@ -23,6 +23,7 @@ from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.whole import gather
 
 
@@ -40,6 +41,7 @@ def give_whole(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -
             for at, held, key in _values(given, names)
             if isinstance(held[key], ChunkedTensor)
         }
+        say_of_half_a_step(model)
         whole = gather(
             {place: held[key] for place, (held, key) in places.items()},
             model.env,

@@ -11,6 +11,7 @@
 - `initial_values`: initial values from (name, seed) alone, for meta parameters
 - `filling`: what a sharder has made, checked, and filled where it was on meta
 - `whole`: whole tensors out of the ranks' chunks
+- `half_steps`: a save in the middle of a step
 - `holders`: who has a table's other chunks, as what state dicts give knows
 - `state_hooks`: how values get in and out of sharded modules
 - `gathered`: weights that FSDP2 has left gathered, looked at without effect

@@ -9,10 +9,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dmp.calls import Calls
 from dmp.chunked import is_chunked
 from dmp.env import ShardingEnv
 from dmp.errors import RanksError, ShardError
 from dmp.ranks import fail_together, gather_words
+from dmp.wrap.half_steps import say_of_half_by
 from dmp.wrap.whole import gather
 
 T = TypeVar("T", bound=Mapping[str, object])
@@ -29,10 +31,11 @@ class Holders:
 
     Args:
         env: the model's.
+        calls: likewise, where they are known.
     """
 
-    def __init__(self, env: ShardingEnv) -> None:
-        self._env, self._thread = env, threading.get_ident()
+    def __init__(self, env: ShardingEnv, calls: Calls | None = None) -> None:
+        self._env, self._calls, self._thread = env, calls, threading.get_ident()
 
     def __deepcopy__(self, memo: object) -> Holders:
         return self
@@ -63,10 +66,16 @@ class Holders:
                 "in the midst of their steps. save_checkpoint(path, model, optimizer, asynchronous=True) writes in the "
                 "background; or torch.save(state, buffer) to an io.BytesIO first, whose bytes any thread may write"
             )
+        self.say_when()
         try:
             gather_words(_WRITES, [0, 0], self._env.table_group if self._env.table_size > 1 else None)
         except RanksError as error:
             raise type(error)(f"{error}. {_ALL_OR_NONE}") from error
+
+    def say_when(self) -> None:
+        """As in `dmp.sharded_form.Holders`; in the background it is a copy that is written, of another time."""
+        if threading.get_ident() == self._thread:
+            say_of_half_by(self._calls)
 
 
 def _check_out(tensor: torch.Tensor, out: torch.Tensor | None, rank: int, dst: int, size: int) -> None:
@@ -79,9 +88,9 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor | None, rank: int, dst: i
         raise ShardError(f"gather: expected `out` on rank {dst} alone; it is given on rank {rank} too")
 
 
-def held(tensors: T, env: ShardingEnv) -> T:
+def held(tensors: T, env: ShardingEnv, calls: Calls | None = None) -> T:
     """The same, whose chunks know from now on who has the others."""
     for tensor in tensors.values():
         if is_chunked(tensor):
-            tensor.holders = Holders(env)
+            tensor.holders = Holders(env, calls)
     return tensors

@@ -45,7 +45,8 @@ def carry_state_hooks(old: nn.Module, new: nn.Module) -> None:
 def held_state(module: Any) -> Mapping[str, ChunkedTensor]:
     """The chunks of a `ShardedModule`, which know who has the others where it is in a model."""
     env = getattr(module, "_dmp_state_env", None)
-    return module.chunked_state() if env is None else held(module.chunked_state(), env)
+    chunks = module.chunked_state()
+    return chunks if env is None else held(chunks, env, getattr(module, "calls", None))
 
 
 def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
