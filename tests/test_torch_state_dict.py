@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dmp import (
     ChunkedTensor,
     DistributedModelParallel,
+    RanksError,
     ShardError,
     ShardingEnv,
     full_state_dict,
@@ -119,6 +120,19 @@ def beside_steps(path: str) -> None:
 def test_saving_beside_steps(tmp_path: Path) -> None:
     """Their exchanges were over the same connections: both ranks waited for ever."""
     run_ranks(2, beside_steps, str(tmp_path), timeout=30)
+
+
+def beside_other_calls(path: str) -> None:
+    model, optimizer = trained("dp")
+    for number in range(2):
+        dcp.async_save({"app": App(model, optimizer)}, checkpoint_id=f"{path}/{number}").result()  # type: ignore[union-attr]
+    with pytest.raises(RanksError, match=r"rank 0 is in torch's save in the background, rank 1 is in full_state_dict"):
+        dcp.async_save(model.state_dict(), checkpoint_id=path) if model.env.rank == 0 else full_state_dict(model)
+
+
+def test_saving_beside_steps_on_one_rank_alone(tmp_path: Path) -> None:
+    """The first made a group, which tells; the second waited for ever, in a thread that nobody watches."""
+    run_ranks(2, beside_other_calls, str(tmp_path), timeout=30)
 
 
 def without_others(path: str) -> None:

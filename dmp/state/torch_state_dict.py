@@ -127,6 +127,7 @@ def save_beside_steps(
     group = (process_group or dist.group.WORLD) if use_collectives and not no_dist and dist.is_initialized() else None
     if group and any(model.env.size >= dist.get_world_size(group) for model in live.models):  # all its ranks have it
         process_group = own_group(group, "torch's background", timedelta(hours=1))
+        gather_words("torch's save in the background", [0, 0], group)  # its thread could not tell that it is alone
     options |= {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
     return own(executor, state_dict, **options)
 
