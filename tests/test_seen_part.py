@@ -280,6 +280,38 @@ def test_what_is_made_of_several_rows_or_of_cut_ones_says_so(grad: bool) -> None
     assert run_ranks(2, said_of, "seen", grad) == [[], []]
 
 
+HOOKS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "first rows": lambda p, m: p.register_hook(lambda g: g.index_fill(0, torch.arange(2), 0.0)),
+    "norm": lambda p, m: p.register_hook(lambda g: g / (1 + g.norm())),
+    "first rows of the sum": lambda p, m: p.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__(0, 0.0)),
+    "each element": lambda p, m: p.register_hook(lambda g: g.clamp(-1, 1) * 0.5),
+    "rows of the whole": lambda p, m: p.register_hook(lambda g: g * m),
+}
+
+
+def said_in_hooks() -> list[bool | str]:
+    """Whether anything was; or the error."""
+    found: list[bool | str] = []
+    for hang in HOOKS.values():
+        model = model_of("cut")
+        hang(model.module.users.weight, torch.ones(11, 1))
+        seen_part._said.clear()
+        with Said() as said:
+            try:
+                loss_of(model, batch(model.env.rank)).backward()
+            except dmp.ShardError as error:
+                found.append(str(error))
+                break
+        found.append(any("gradient of table 'users.weight' is of this rank's part" in text for text in said.texts))
+    return found
+
+
+def test_what_hooks_make_of_a_part_of_a_gradient_says_so() -> None:
+    """They froze rows, by numbers that are other rows' on each rank, in silence."""
+    for *told, error in run_ranks(2, said_in_hooks):
+        assert told == [True, True, True, False] and "mul: this rank has a part of shape" in error
+
+
 def test_what_is_done_to_whole_rows_says_nothing() -> None:
     assert run_ranks(2, said_of, "rows", False) == [[*OF_ROWS]] * 2
 

@@ -28,7 +28,7 @@ import torch
 from dmp import Shard, ShardError, ranks
 from sharders.embedding.among import Among
 from sharders.embedding.operations import is_pointwise, operations
-from sharders.embedding.seen_part import hand_out
+from sharders.embedding.seen_part import hand_out, told_gradient
 
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
 
@@ -109,7 +109,10 @@ def watch(
             _met.append(parameter)
         elif hasattr(gradient, _MARK):
             delattr(gradient, _MARK)
-        return None
+        has_users = len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks
+        if not has_users or part.kind is _Kind.NOTHING:
+            return None
+        return told_gradient(gradient, parameter, part.name, part.columns)  # their hooks come after this one
 
     look._dmp_own = True
     was = parameter.requires_grad

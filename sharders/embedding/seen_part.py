@@ -146,10 +146,20 @@ def hand_out(parameter: torch.Tensor, table: Callable[[], str], columns: int) ->
         table: gives its name.
         columns: of the table.
     """
-    gradient = parameter.grad
-    if type(gradient) is torch.Tensor and not gradient.requires_grad:
-        carry_place(parameter, gradient)
-        parameter.grad = seen(gradient, lambda: f"the gradient of table {table()!r}", columns, is_weight=False)
+    if (gradient := parameter.grad) is not None:
+        told = told_gradient(gradient, parameter, table, columns)
+        if told is not gradient:
+            parameter.grad = told
+
+
+def told_gradient(
+    gradient: torch.Tensor, parameter: torch.Tensor, table: Callable[[], str], columns: int
+) -> torch.Tensor:
+    """One that says what it is; as it came where it does, or has a graph. Arguments as of `hand_out`."""
+    if type(gradient) is not torch.Tensor or gradient.requires_grad:
+        return gradient
+    carry_place(parameter, gradient)
+    return seen(gradient, lambda: f"the gradient of table {table()!r}", columns, is_weight=False)
 
 
 _put_off: WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor, Any]]] = WeakKeyDictionary()
