@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dmp import DistributedModelParallel, ShardingEnv
-from sharders.data_parallel.blocks import find_units
+from sharders.data_parallel.blocks import find_units, say_of_unsure
 from sharders.data_parallel.in_turn import runs_in_turn
 from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
@@ -389,3 +389,52 @@ def test_what_is_no_unit_is_told(caplog: pytest.LogCaptureFixture) -> None:
         say_of_unsure(Branches(), (), ["always.0", "always.1"])
     assert "modules of 'parts' are gathered with what holds them" in caplog.text
     assert "FSDPWrapper(units=['parts.*'])" in caplog.text and "FSDPWrapper(units=['low.*'])" in caplog.text
+
+
+class NotPenalized(Lists):
+    """Its forward comes to nothing that goes over the values of all weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        out: torch.Tensor = self.head(x) * self.count()
+        return out
+
+    def penalty(self) -> torch.Tensor:
+        return sum(p.norm() for p in self.parameters())  # type: ignore[return-value]
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters()) * next(self.parameters()).element_size()
+
+
+class Penalized(NotPenalized):
+    """With a term over all weights in its loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        out: torch.Tensor = self.head(x) + self.penalty()
+        return out
+
+
+class Around(nn.Module):
+    """A loss around a model, of which it asks the penalty."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.model = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(x) + self.model.penalty()
+        return out
+
+
+def test_blocks_of_a_forward_that_reads_all_weights_are_gathered_with_the_root(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their weights were in pieces beside the root's, in FuxiCTR's models: an AssertionError of torch's, bare."""
+    assert list(find_units(Penalized(), None)) == [] and list(find_units(Around(NotPenalized), None)) == []
+    assert list(find_units(NotPenalized(), None)) == ["parts.0", "parts.1", "parts.2"]
+    say_of_unsure(Penalized(), (), ())
+    (said,) = (record.getMessage() for record in caplog.records if "goes over all parameters" in record.getMessage())
+    assert said.startswith("'parts.0' (and 2 more) is gathered with the root, not by itself: Penalized.penalty()")

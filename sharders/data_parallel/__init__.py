@@ -8,6 +8,7 @@
 - `classes`: modules whose class does not begin with `nn.Module`
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `in_turn`: whether all ranks run each module of a list, a dict or a branch
+- `reads_all`: models whose forward goes over all their parameters
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes
 - `computed_again`: units that a backward pass computes again more than once

@@ -20,6 +20,7 @@ from torch import nn
 
 from dmp import NameIndex, ShardError, is_inside, join_name
 from sharders.data_parallel.in_turn import goes_back_in, is_chosen, is_optional, runs_a_part, runs_in_turn
+from sharders.data_parallel.reads_all import reads_all
 
 _log = logging.getLogger("dmp")
 Units = Iterable[str | type[nn.Module]]
@@ -115,21 +116,33 @@ def units_in_turn(
     module: nn.Module, blocks: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, type[nn.Module]]]:
     """Blocks of which all ranks run each, as far as can be seen, see in_turn.py; path -> owner of what holds others."""
-    kept, others = {}, dict[str, type[nn.Module]]()
+    kept, others, kinds = {}, dict[str, type[nn.Module]](), _kinds(module)
     for path, block in blocks.items():
         unsure = dict(_unsure_above(module, path))
         others.update(unsure)
-        if not unsure and not _run_in_part(module, path):
+        if not unsure and not _run_in_part(module, path, kinds):
             kept[path] = block
     return kept, others
 
 
-def _run_in_part(module: nn.Module, path: str) -> str:
-    """Who runs something inside of a module past itself, when its own weights may be in pieces, in words: they are
-    gathered with the root's then. A forward around it, or a method of its own, in a backward pass."""
+def _kinds(module: nn.Module) -> frozenset[Any]:
+    return frozenset(type(each) for each in module.modules())
+
+
+def _run_in_part(module: nn.Module, path: str, kinds: frozenset[Any]) -> str:
+    """Who runs or reads something inside of a module past itself, when its own weights may be in pieces, in words: they
+    are gathered with the root's then. A forward around it, or a method of its own, in a backward pass.
+
+    Args:
+        kinds: classes of all modules.
+    """
     kind: Any = type(module.get_submodule(path))
     if method := goes_back_in(kind):
         return f"{kind.__name__}.{method}() runs a backward pass of its own through parts of it"
+    above = ["", *(path[:at] for at, letter in enumerate(path) if letter == ".")]
+    for holder in (cast("Any", type(module.get_submodule(each))) for each in above):
+        if method := reads_all(holder, kinds):
+            return f"{holder.__name__}.{method}() goes over all parameters, as for a penalty"
     stack, _, place = path.rpartition(".")
     around, _, name = stack.rpartition(".")
     if not stack or not place.isdigit():
@@ -141,9 +154,14 @@ def _run_in_part(module: nn.Module, path: str) -> str:
 def say_of_unsure(module: nn.Module, ignored: Collection[str], units: Collection[str]) -> None:
     """Which blocks are no units, and why."""
     blocks = {path: block for path, block in repeated_blocks(module, ignored).items() if path not in units}
+    kinds = _kinds(module)
+    reasons: dict[str, list[str]] = {}
     for path in blocks:
-        if why := _run_in_part(module, path):
-            _log.warning("%r is gathered with the root, not by itself: %s", path, why)
+        if why := _run_in_part(module, path, kinds):
+            reasons.setdefault(why, []).append(path)
+    for why, (path, *more) in reasons.items():
+        others = f" (and {len(more)} more)" if more else ""
+        _log.warning("%r%s is gathered with the root, not by itself: %s", path, others, why)
     for path, owner in units_in_turn(module, blocks)[1].items():
         inside = {f"{block.rpartition('.')[0]}.*" for block in blocks if is_inside(block, path)}
         _log.warning(

@@ -71,9 +71,9 @@ def runs_a_part(owner: Any, name: str, index: int) -> bool:
 def goes_back_in(owner: Any) -> str | None:
     """Name of a method of a class, beside its `forward`, that runs a backward pass, as those of reversible layers do:
     through modules that it calls, in the backward pass of the model."""
-    own = _classes(owner)
+    own = classes_of(owner)
     for name in dict.fromkeys(name for of in own for name in vars(of)):
-        function = None if name in _ITSELF else _written(own, name)
+        function = None if name in _ITSELF else written(own, name)
         calls = (node.func for node in ast.walk(function or ast.Pass()) if isinstance(node, ast.Call))
         if any(isinstance(func, ast.Attribute) and func.attr == "backward" for func in calls):
             return name
@@ -82,19 +82,20 @@ def goes_back_in(owner: Any) -> str | None:
 
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
     """`forward`, and what it surely calls of the same class."""
-    own = _classes(owner)
+    own = classes_of(owner)
     names = _done(own, "forward", lambda each: set(_own_calls(each)), {})
     for name in ("forward", *sorted(names - {"forward"})):
-        if (function := _written(own, name)) is not None:
+        if (function := written(own, name)) is not None:
             yield function
 
 
 def _always(owner: type[nn.Module], what: Callable[[ast.stmt], bool]) -> bool:
     """Whether each call of `forward` does it, by a statement of its own, or of a method that it calls."""
-    return bool(_done(_classes(owner), "forward", lambda each: {""} if what(each) else set(), {}))
+    return bool(_done(classes_of(owner), "forward", lambda each: {""} if what(each) else set(), {}))
 
 
-def _classes(owner: type[nn.Module]) -> tuple[type, ...]:
+def classes_of(owner: type[nn.Module]) -> tuple[type, ...]:
+    """A class of modules and those that it is made of, below torch's."""
     return owner.__mro__[: owner.__mro__.index(nn.Module)]
 
 
@@ -104,7 +105,7 @@ def _done(own: tuple[type, ...], name: str, of: _Of, known: dict[str, set[str]])
     if name in known:
         return known[name]
     known[name] = set()  # of a method that calls itself: what it does besides
-    function = _written(own, name)
+    function = written(own, name)
     if function is not None:
 
         def each(statement: ast.stmt) -> set[str]:
@@ -127,7 +128,7 @@ def _own_calls(statement: ast.stmt) -> Iterator[str]:
 
 
 @cache
-def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
+def written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
     """Code of a method; None where it is not there to be read.
 
     It is asked for method by method: a class that a call has made, as ours around users' are, has methods that were
