@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmp import (
+    CheckpointError,
     DistributedModelParallel,
     ShardError,
     ShardingEnv,
@@ -107,7 +108,12 @@ def without_tables(axis: str) -> None:
     of_model, of_optimizer = get_state_dict(*models[0], options=options)
     assert "users.weight" not in of_model
     del of_model["items.weight"]
-    set_state_dict(*models[1], model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+    own, states_of = models[1][0].env.rank, {"optim_state_dict": of_optimizer, "options": options}
+    for rank in range(2):
+        lacking = {name: value for name, value in of_model.items() if own != rank or name != "more.weight"}
+        with pytest.raises(CheckpointError, match=f"'more.weight' is given as a whole on rank {1 - rank}, and not on"):
+            set_state_dict(*models[1], model_state_dict=lacking, **states_of)
+    set_state_dict(*models[1], model_state_dict=of_model, **states_of)
     rest = {name: states[1][name] for name in ("users.weight", "items.weight")}
     same(full_state_dict(models[1][0]), states[0] | rest)
 

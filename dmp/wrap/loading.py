@@ -112,8 +112,14 @@ def _compare(told: Sequence[_Told]) -> None:
                 "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
                 f"{told[0][:2]}, rank {rank} {each[:2]}; copies would drift apart"
             )
-        for name, value in told[0].checksums.items():
-            if each.checksums.get(name) != value:
+        first = told[0].checksums
+        for name in sorted(first.keys() ^ each.checksums.keys()):
+            raise CheckpointError(
+                f"load_state_dict: {name!r} is given as a whole on rank {0 if name in first else rank}, and not on "
+                f"rank {rank if name in first else 0}: give every rank the same state dict"
+            )
+        for name, value in first.items():
+            if each.checksums[name] != value:
                 raise CheckpointError(
                     f"load_state_dict: {name!r} has other values on rank {rank} than on rank 0: give every rank the "
                     "same state dict, else copies drift apart, and of what is split each rank takes a part of another"
