@@ -245,6 +245,7 @@ class Towers(nn.Module):
         torch.manual_seed(0)
         self.first, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
         self.layers, self.projection = nn.ModuleList(Block() for _ in range(2)), nn.Parameter(torch.randn(4, 6))
+        self.relation, self.gains = nn.Linear(4, 2), nn.ParameterList([torch.randn(4)])
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
@@ -256,6 +257,9 @@ class Towers(nn.Module):
     @torch.no_grad()
     def encode_many(self, *xs: torch.Tensor) -> torch.Tensor:
         return torch.cat([x.mean(1) @ self.projection for x in xs])
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.mean(1) @ self.relation.weight.T, x.mean(1) * self.gains[0]], 1)
 
     @torch.no_grad()
     def move(self, x: torch.Tensor) -> None:
@@ -275,6 +279,7 @@ def encodes(shape: tuple[int, ...], names: tuple[str, ...], resharded: bool | No
             with mode():
                 torch.testing.assert_close(model.encode(x), plain.encode(x))
                 torch.testing.assert_close(model.module.encode_many(x, x), plain.encode_many(x, x))
+                torch.testing.assert_close(model.module.score(x), plain.score(x))  # of weights that parts hold
         with pytest.raises(ShardError, match=r"encode\(\) of 'FSDPTowers' reads a weight past .*torch.no_grad\(\)"):
             model.encode(x)
         for m, optimizer in zip((model, plain), optimizers, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -54,9 +54,20 @@ def read_outside(root: Any, before_forward: Callable[[], None]) -> None:
         return method
 
     for path, module in root.named_modules():
-        names = frozenset(name for name, p in module._parameters.items() if is_dtensor(p))
-        for name in _readers(cast("Any", type(module)), names):
+        for name in _readers(cast("Any", type(module)), frozenset(_split_in(module))):
             setattr(module, name, wrapped(getattr(module, name), path))
+
+
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _split_in(module: nn.Module) -> Iterator[frozenset[str]]:
+    """Names that code reads for a piece: its own; of a module that it holds, that one's and the weight's (as
+    `self.relations.weight`); of a list of weights, the list's."""
+    yield from (frozenset((name,)) for name, p in module._parameters.items() if is_dtensor(p))
+    for child, held in module._modules.items():
+        split = [name for name, p in held._parameters.items() if is_dtensor(p)] if held is not None else []
+        yield from (frozenset((child,) if isinstance(held, _LISTS) else (child, name)) for name in split)
 
 
 class _Whole(TorchFunctionMode):
@@ -96,16 +107,17 @@ class _Whole(TorchFunctionMode):
 
 
 @functools.cache
-def _readers(kind: Any, names: frozenset[str]) -> tuple[str, ...]:
-    """Methods of a class that is not torch's own, beside `forward`, whose code reads one of these attributes, or calls
-    a `forward` that does."""
+def _readers(kind: Any, split: frozenset[frozenset[str]]) -> tuple[str, ...]:
+    """Methods of a class that is not torch's own, beside `forward`, whose code reads one of these, see `_split_in`, or
+    calls a `forward` that does."""
     own = [of for of in kind.__mro__[: kind.__mro__.index(nn.Module)] if not of.__module__.startswith("torch.")]
     every = {name: value for of in reversed(own) for name, value in vars(of).items() if not name.startswith("__")}
     functions = {name: inspect.unwrap(value) for name, value in every.items() if isinstance(value, FunctionType)}
     forward = functions.pop("forward", None)
-    if forward is not None and names & _read(forward.__code__):
-        names |= {"forward"}
-    return tuple(name for name, function in functions.items() if names & _read(function.__code__))
+    if forward is not None and any(names <= _read(forward.__code__) for names in split):
+        split |= {frozenset(("forward",))}
+    read = {name: _read(function.__code__) for name, function in functions.items()}
+    return tuple(name for name, names in read.items() if any(each <= names for each in split))
 
 
 def _read(code: CodeType) -> set[str]:
