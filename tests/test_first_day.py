@@ -35,7 +35,7 @@ print(plan.report)
 """
 
 
-INNER = "sharders.embedding.lookup.numba_"
+INNER = "sharders.embedding.lookup.numba_", "sharders.embedding.lookup.triton_functions"
 """What the modules that need an extra are called, which only functions import."""
 
 
