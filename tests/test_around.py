@@ -356,7 +356,7 @@ def test_what_fsdp2_has_is_refused_where_nothing_is_split(names: tuple[str, ...]
 def _named_as_the_model() -> None:
     for axes in (("dp",), ("shard",)):
         model = DistributedModelParallel(nn.Linear(4, 4), ShardingEnv.from_mesh(mesh((2,), axes)))
-        assert model._get_name() == "Linear"
+        assert model._get_name() == "Linear" and repr(model).startswith("DistributedModelParallel(")
     around = nn.Sequential(nn.Linear(4, 4))
     around.get_base_model = lambda: around[0]  # type: ignore[assignment]
     assert DistributedModelParallel(around, ShardingEnv.from_mesh(mesh((2,), ("shard",))))._get_name() == "Linear"

@@ -125,12 +125,19 @@ def keep_from_fully_shard(model: nn.Module) -> None:
     setattr(model, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 
-def name_of_model(model: Any) -> str:
+def name_of(model: Any) -> str:
     """A wrapped model's `_get_name`, by which Transformers' `Trainer` knows whether it is to shift labels that it
     smooths: of the model itself, of one in adapters (PEFT's `get_base_model`), of its class before torch split it."""
+    if "_made" not in model.__dict__:  # its making has failed
+        return type(model).__name__
     base = getattr(model.module, "get_base_model", None)
     kinds = type(base() if callable(base) else model.module).__mro__
     return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
+
+
+def repr_of(model: Any) -> str:
+    """A wrapped model's text, which begins with the wrapper's name all the same."""
+    return type(model).__name__ + nn.Module.__repr__(model).removeprefix(name_of(model))
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.grad_sync import GradSync, without_averages
 from dmp.wrap.keyed import keyed, part_of
 from dmp.wrap.loading import load, loaded
-from dmp.wrap.outer_wrappers import keep_from_fully_shard, name_of_model
+from dmp.wrap.outer_wrappers import keep_from_fully_shard, name_of, repr_of
 from dmp.wrap.parameter_hooks import carrying_hooks
 from dmp.wrap.reshard import Resharding, reshard
 from dmp.wrap.stand_ins import stand_in
@@ -402,7 +402,7 @@ class DistributedModelParallel(nn.Module):
         new._take(made)
         return new
 
-    __reduce_ex__, __prepare_scriptable__, _get_name = refuse_pickling, refuse_scripting, name_of_model
+    __reduce_ex__, __prepare_scriptable__, _get_name, __repr__ = refuse_pickling, refuse_scripting, name_of, repr_of
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own where its class has one, as of models that train themselves; else torch's."""
