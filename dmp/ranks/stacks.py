@@ -102,9 +102,10 @@ def _waits_in(inner: _Frame, thread: int) -> str:
             return "the backward pass"
         if _is_distributed(frame) and not frame.is_skipped:
             outer = frame
-    if outer.function == "__init__":
+    is_ddp = outer.file.endswith(os.path.join("parallel", "distributed.py"))
+    if is_ddp and outer.function == "__init__":
         return "torch's DistributedDataParallel(...)"
-    if "fsdp" in outer.file or outer.file.endswith(os.path.join("parallel", "distributed.py")):
+    if is_ddp or "fsdp" in outer.file:
         return "the forward pass" + (", for buffers of rank 0's" if "broadcast" in frames[0].function else "")
     return f"torch's {outer.function}"
 
