@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import accumulate
 from math import gcd, sqrt
 from typing import Any, NamedTuple
 
@@ -47,12 +48,10 @@ class _Class(NamedTuple):
     Args:
         block: that power.
         members: (ranges,) int32, which.
-        num: of them.
     """
 
     block: int
     members: Tensor
-    num: int
 
 
 class Sorted(NamedTuple):
@@ -78,10 +77,10 @@ class TritonLookup(TorchLookup):
         super().__init__(bank, ranges)
         device = bank.weights.device
         widths = [r.chunk.width for r in self.ranges]
-        columns = [sum(widths[:i]) for i in range(len(widths))]
+        columns = accumulate(widths, initial=0)
         told = [
             [r.chunk.row_offset + r.first_row, r.chunk.element_offset + r.first_row * r.chunk.width, r.chunk.width, c]
-            for r, c in zip(self.ranges, columns, strict=True)
+            for r, c in zip(self.ranges, columns, strict=False)
         ]
         self._told = torch.tensor(told, dtype=torch.int64, device=device).view(-1, 4).t().contiguous()
         self._aligned = gcd(16, *widths, self.num_columns)
@@ -89,16 +88,15 @@ class TritonLookup(TorchLookup):
         self._classes = []
         for block in sorted({_block(width) for width in widths}):
             members = [i for i, width in enumerate(widths) if _block(width) == block]
-            of = torch.tensor(members, dtype=torch.int32, device=device)
-            self._classes.append(_Class(block, of, len(members)))
+            self._classes.append(_Class(block, torch.tensor(members, dtype=torch.int32, device=device)))
 
     def pooled(self, read: Bags) -> Tensor:
         num_bags = self._num_bags(read.offsets)
         output_BC = self.bank.weights.new_empty(num_bags, self.num_columns)
         at_once = 1 if 2 * read.ids.numel() <= 3 * num_bags * len(self.ranges) else _AT_ONCE
         weights = read.ids if read.weights is None else read.weights
-        for block, members, num in self._classes if num_bags else ():
-            self._launch("sum_bags", (num_bags, num), block * at_once)(
+        for block, members in self._classes if num_bags else ():
+            self._launch("sum_bags", (num_bags, len(members)), block * at_once)(
                 *(self.bank.weights, read.ids, read.offsets, weights, output_BC, members, *self._told[1:]),
                 *(num_bags, self.num_columns),
                 WEIGHTED=read.weights is not None,
@@ -136,8 +134,8 @@ class TritonLookup(TorchLookup):
     def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
         result_N = self.bank.weights.new_zeros(read.ids.numel(), dtype=self.bank.dtype_of_sums)
         num_bags, grad = self._num_bags(read.offsets), _in_rows(grad)
-        for block, members, num in self._classes if read.ids.numel() else ():
-            self._launch("weight_gradients", (num_bags, num), block)(
+        for block, members in self._classes if read.ids.numel() else ():
+            self._launch("weight_gradients", (num_bags, len(members)), block)(
                 *(self.bank.weights, read.ids, read.offsets, grad, result_N, members, *self._told[1:]),
                 *(num_bags, grad.stride(0)),
                 BLOCK=block,
@@ -196,19 +194,19 @@ class TritonLookup(TorchLookup):
         if not read.ids.numel():
             return
         grad = _in_rows(self.bank.clipped(grad))
-        numbered = order.of_ids is not None
-        state = list(self.bank.state.values()) if kind != "GRADIENT" else []
+        of_ids = order.bags if order.of_ids is None else order.of_ids
+        numbers, state = self._numbers(kind), list(self.bank.state.values()) if kind != "GRADIENT" else []
         state = [*state, *[table] * (2 - len(state))]
         weights = order.order if read.weights is None else read.weights
         num_ids, num_bags = read.ids.numel(), 1 if isinstance(read, Segmented) else self._num_bags(read.offsets)
-        for block, _members, _num in self._classes:
+        for block, _members in self._classes:
             self._launch("update_rows", (-(-num_ids // _PLACES),), block * _AT_ONCE)(
-                *(order.keys, order.order, order.bags, order.bags if order.of_ids is None else order.of_ids, weights),
+                *(order.keys, order.order, order.bags, of_ids, weights),
                 *(grad, table, *state, num_ids, *self._told, num_bags, grad.stride(0)),
-                *self._numbers(kind),
+                *numbers,
                 KIND=getattr(_functions(), kind),
                 WEIGHTED=read.weights is not None,
-                NUMBERED=numbered,
+                NUMBERED=order.of_ids is not None,
                 BLOCK=block,
                 K=_AT_ONCE,
                 PLACES=_PLACES,
