@@ -118,10 +118,15 @@ def _tables_at(
         raise PlanError(f"TorchRec's plan for module {path!r} is a {type_name(of_module)}; expected tables by name")
     local = {name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)}
     parameters = {name: shapes.get(join_name(path, name), shape) for name, shape in local.items()}
+    by_end: dict[str, list[str]] = {}
+    for name in parameters:
+        atoms = name.split(".")
+        ends = {".".join(atoms[i:]) for i in range(len(atoms))}
+        for end in ends | {end.removesuffix(".weight") for end in ends}:
+            by_end.setdefault(end, []).append(name)
     found = {}
     for table in of_module:
-        ends = (f".{table}.weight", f".{table}")
-        names = [name for name in parameters if name == table or f".{name}".endswith(ends)]
+        names = by_end.get(table, [])
         if len(names) != 1:
             raise PlanError(
                 f"TorchRec's plan has table {table!r} of module {path!r}, where "
