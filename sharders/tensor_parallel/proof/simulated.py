@@ -37,9 +37,13 @@ def simulate(size: int, axis: str, job: Callable[[DeviceMesh], T], *, apart: boo
             find out, but for shards of different sizes.
 
     Raises:
-        SimulationError: the ranks part ways.
+        SimulationError: the ranks part ways; or torch is too old.
         Exception: what the first rank that failed raised.
     """
+    if size > 1 and torch.__version__ < (2, 13):  # type: ignore[operator]
+        raise SimulationError(
+            f"expected torch 2.13 or later; DTensors of {torch.__version__} end a process that has them in threads"
+        )
     mesh = _mesh(size, axis)
     (name,) = mesh._dim_group_names
     try:
