@@ -1,5 +1,6 @@
 """Checkpoints: saved, found again, loaded on any mesh and plan. In reading order, after `sources` and `targets`:
 
+- `place`: where a checkpoint lies
 - `api`: save and load, on any mesh and plan
 - `save`: collects what a model holds, has it written, lets older ones go
 - `drifted`: copies of weights that are not the same on all ranks

@@ -22,7 +22,6 @@ where they belong: to hold them in between would double the memory.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch import nn
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.drifted import say_of_drift
+from dmp.checkpoint.place import place_of
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
@@ -41,7 +41,6 @@ from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import default_env
 from dmp.errors import CheckpointError
-from dmp.foreign import type_name
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
 from dmp.state.optimizer_state import told_of
@@ -84,7 +83,7 @@ def save_checkpoint(
         CheckpointError: on every rank, with what failed where.
         ShardError: it is called inside a forward or backward of the model, as by the handler of a signal.
     """
-    target = path_of(path, "save_checkpoint")
+    target = place_of(path, "save_checkpoint(path, model, ...)")
     target = target.resolve() if target.name == ".." else target
     env = common_env(model) or default_env()
 
@@ -149,7 +148,7 @@ def load_checkpoint(
         CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
             unknown name, another shape or dtype. The model is unchanged then.
     """
-    source_path = path_of(path, "load_checkpoint")
+    source_path = place_of(path, "load_checkpoint(path, model, ...)")
     env = env_of(model)
     what, group = f"loading {source_path}", env.everyone
 
@@ -168,10 +167,3 @@ def load_checkpoint(
         fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
         fail_together(load.run, group, what)
         return load.source.objects.get("extra")
-
-
-def path_of(given: Any, function: str) -> Path:
-    """Absolute. `torch.save` takes the path last, these functions first."""
-    if not isinstance(given, str | os.PathLike):
-        raise CheckpointError(f"{function}(path, model, ...): expected a path first; got {type_name(given)}")
-    return Path(given).absolute()

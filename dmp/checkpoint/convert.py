@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dmp.checkpoint.place import place_of
 from dmp.checkpoint.renaming import renamed
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
@@ -22,9 +23,9 @@ def convert(source: Path, target: Path, kind: str, rename: Mapping[str, str] | N
         CheckpointError: a source that cannot be read or is damaged, or a target that is there already.
         OSError: a target that cannot be written.
     """
-    target = target.absolute()
+    target = place_of(target, "convert(source, dest)")
     to = target_named(kind)
-    read = renamed(open_source(source.absolute()), rename)
+    read = renamed(open_source(place_of(source, "convert(source, dest)")), rename)
     weights = [key for key in read.shapes if key.startswith(MODEL)]
     state = [key for key in read.shapes if key.startswith(STATE)]
     to.check(target)

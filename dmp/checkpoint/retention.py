@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dmp.checkpoint.place import place_of
 from dmp.checkpoint.sources.native import Folder
 from dmp.checkpoint.sources.source import ABOUT
 from dmp.checkpoint.targets.claim import claim_of, drop_claim, is_dead
@@ -80,7 +81,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> if (path := latest("checkpoints")) is not None:  # doctest: +SKIP
         ...     extra = load_checkpoint(path, model, optimizer)
     """
-    root = Path(folder).absolute()
+    root = place_of(folder, "latest(folder)")
     return next((root / one.name for one in _candidates(_found(root)) if one.is_whole("passed over")), None)
 
 
@@ -97,9 +98,10 @@ def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
 
     Raises:
         ValueError: a count below 1.
+        CheckpointError: a folder that is none, or a URL.
         OSError: something that cannot be removed.
     """
-    return remove_older(Path(folder).absolute(), count)
+    return remove_older(place_of(folder, "keep_last(folder, count)"), count)
 
 
 def next_saved_ns(folder: Path) -> int:

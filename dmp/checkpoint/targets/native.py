@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dmp.checkpoint.sources.dcp_metadata import read_metadata
 from dmp.checkpoint.sources.source import ABOUT, CHECKSUMS, FORMAT_VERSION, TENSORS, Source
-from dmp.checkpoint.sources.tensors_json import to_json
+from dmp.checkpoint.sources.tensors_json import Entries, to_json
 from dmp.checkpoint.targets.claim import Claim, take_claim
 from dmp.checkpoint.targets.mapped import read_mapped
 from dmp.checkpoint.targets.new_file import refuse_existing, write_new
@@ -92,8 +92,9 @@ def write_folder(
 
     def finish() -> None:
         if rank == 0:
-            tensors = to_json(read_metadata(partial / ".metadata")).encode()
-            write_new(partial / TENSORS, tensors)
+            entries = read_metadata(partial / ".metadata")
+            _check_seen(partial, entries)
+            write_new(partial / TENSORS, to_json(entries).encode())
             small = (".metadata", TENSORS, *content.files)
             crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in small}
             write_new(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
@@ -133,6 +134,20 @@ def _write_tensors(
     finally:
         if was_off:
             torch.serialization.set_crc32_options(False)
+
+
+def _check_seen(folder: Path, entries: Entries) -> None:
+    """Each host writes to a disk of its own where that is what the path means there, and nobody would know till a load.
+
+    Raises:
+        CheckpointError: files of some ranks are not there for this one.
+    """
+    files = {piece.file for entry in entries.values() for piece in entry.pieces}
+    if missing := sorted(name for name in files if not (folder / name).exists()):
+        raise CheckpointError(
+            f"{len(missing)} of {len(files)} files that the ranks wrote to {folder} are not there for rank 0, such as "
+            f"{missing[0]}: expected a folder on a file system that every rank sees, not on each host's own disk"
+        )
 
 
 def _sync_folder(path: Path) -> None:
