@@ -6,9 +6,11 @@ import gc
 import os
 import re
 import signal
+import socket
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dmp.ranks import answers
+from dmp.ranks.connections import cloned
 from dmp.ranks.groups import control_group, device_of, own_group
 from sharders.tensor_parallel.structure import caches
 from tests import ranks
@@ -228,3 +231,30 @@ def test_a_process_on_the_cpu_waits_without_using_time_whatever_accelerator_is_t
 )
 def test_small_things_of_an_accelerators_group_are_exchanged_on_the_cpu(config: str, where: str) -> None:
     run_ranks(2, groups_of_an_accelerator, config, where)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's")
+def test_a_store_whose_host_lost_its_power_is_given_up() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    before = _give_up_after_ms(server.port)
+    socket.setdefaulttimeout(3.0)  # then a descriptor that Python makes a socket of does not block any more
+    try:
+        clone = cloned(client, 7.0)
+    finally:
+        socket.setdefaulttimeout(None)
+    added = {fd: ms for fd, ms in _give_up_after_ms(server.port).items() if fd not in before}
+    assert list(added.values()) == [7000], added
+    assert all(map(os.get_blocking, added))
+    clone.set("key", "value")
+    assert client.get("key") == b"value"
+
+
+def _give_up_after_ms(port: int) -> dict[int, int]:
+    """Of each connection to a port, by its descriptor: for how long the other end may acknowledge nothing; 0: long."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.family != socket.AF_UNIX and one.getpeername()[1] == port:
+                found[int(name)] = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    return found

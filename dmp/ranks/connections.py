@@ -1,5 +1,5 @@
 """gloo's connections of this process, found from outside: whether bytes still move, and an end to all of them; and
-whether a group has any.
+whether a group has any. And the connection to a group's store.
 
 torch offers no way to stop a gloo collective that waits: `abort` of its process group does nothing (2.13), and a
 thread that is inside cannot be interrupted. A connection that is shut ends what waits on it at once, on both sides.
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -79,6 +79,27 @@ def traffic() -> Traffic:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 total += sum(struct.unpack_from("=QQ", info, _BYTES_AT))
         return Traffic(len(found), total)
+
+
+def cloned(store: Any, patience_s: float) -> Any:
+    """A store's clone, which has a connection, and a lock, of its own. What asks there fails when the host has
+    acknowledged nothing for so long: one that lost its power says nothing, and the system would wait for 15 minutes.
+    """
+    before = set(_kinds())
+    clone = store.clone()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    option: int = getattr(socket, "TCP_USER_TIMEOUT", 0)  # Linux's
+    port = getattr(store, "port", None)
+    for fd, kind in _kinds().items() if option and port else ():
+        if fd in before or not kind.startswith("socket:"):
+            continue
+        blocks = os.get_blocking(fd)
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:  # not the store's: another thread's
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                one.setsockopt(socket.IPPROTO_TCP, option, int(1000 * patience_s))
+        os.set_blocking(fd, blocks)  # which a program's default time-out changes
+    return clone
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from dmp.ranks.answers import (
     who_is_awaited,
     who_is_idle,
 )
-from dmp.ranks.connections import backend_of, shut_all, traffic
+from dmp.ranks.connections import backend_of, cloned, shut_all, traffic
 from dmp.ranks.left import handled, left
 from dmp.ranks.stacks import line_of, place_of
 
@@ -65,10 +65,10 @@ class PeerLost(RanksError):
 class Watchdog:
     """Of one process group. `start` makes it."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Any, patience_s: float) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._store = store
-        self._patience_s = float(os.environ.get(LOST_AFTER, "60"))
+        self._patience_s = patience_s
         self._pid = os.getpid()
         self._main = threading.main_thread().ident or 0
         self._wake, self._stopped = threading.Event(), False
@@ -171,10 +171,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped:
             try:
-                self._look()
-            except Exception as error:  # of the store: its host is gone
+                if self._failure is None:
+                    self._look()
+            except Exception as error:  # of the store, whose connection does not come back
                 self._failure = error
-                self._host_is_gone(error)
+            if self._failure is not None:
+                self._host_is_gone(self._failure)
             busy = bool(call_log.running) or self._suspicious_since is not None
             self._wake.wait(_BUSY_S if busy else _IDLE_S)
             if not self._stopped:
@@ -326,10 +328,11 @@ class Watchdog:
             _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, name, text)
 
     def _host_is_gone(self, error: Exception) -> None:
-        if self._done or not (call_log.running or self._suspicious_since is not None):
+        if self._done:
             return
-        oldest = max((time.monotonic() - e.since for e in list(call_log.running.values())), default=0.0)
-        if oldest < SUSPECT_S and self._suspicious_since is None:
+        stuck_s, still_s = self._observe()
+        # A rank may go on without the store, and without the one that had it: in calls of torch's among the others.
+        if stuck_s < SUSPECT_S and still_s < self._patience_s and self._suspicious_since is None:
             return
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = "torchrun's agent" if agent else "rank 0, unless the program has made the store itself"
@@ -384,10 +387,10 @@ def _started(world: dist.ProcessGroup) -> Watchdog | None:
         return _current[0]
     if dist.get_world_size(world) == 1 or backend_of(world) == "fake":
         return None
-    # Private: the store that the group was made with; a clone has a connection, and a lock, of its own.
-    default: Any = dist.distributed_c10d._get_default_store()
-    store = dist.distributed_c10d.PrefixStore("dmp_watchdog", default.clone())
-    made = Watchdog(world, store)
+    patience_s = float(os.environ.get(LOST_AFTER, "60"))
+    own = cloned(dist.distributed_c10d._get_default_store(), patience_s)  # private: what the group was made with
+    store = dist.distributed_c10d.PrefixStore("dmp_watchdog", own)
+    made = Watchdog(world, store, patience_s)
     for old in _current:  # torchrun has one store for every group that a program makes, one after the other
         is_same = old._pid == os.getpid() and store.check([f"at/{old.rank}"])
         old.stop(followed=is_same)
