@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partialmethod
 from typing import Any
 
 from torch import nn
@@ -131,8 +132,12 @@ def make_known(kind: type[Any]) -> None:
 
 def make_waited() -> None:
     """Have TorchRec's `KeyedTensor` take `wait()`: its sharded collections give what has yet to be waited for, and
-    scripts do so; ours give one that is there."""
+    scripts do so; ours give one that is there. No function of the class, which `torch.jit.script` would compile."""
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
     if not hasattr(KeyedTensor, "wait"):
-        KeyedTensor.wait = lambda self: self
+        KeyedTensor.wait = partialmethod(_itself)
+
+
+def _itself(result: Any) -> Any:
+    return result

@@ -61,6 +61,14 @@ def test_members_and_helpers() -> None:
     run_ranks(2, _both)
 
 
+@pytest.mark.filterwarnings("ignore:(The TorchScript type system|TorchScript will treat):UserWarning")
+def test_a_module_that_was_wrapped_is_scripted_for_serving() -> None:
+    """torch compiles every function of `KeyedTensor`, and said of our `wait` that it is none."""
+    model = DistributedModelParallel(model_of(torch.optim.SGD, lr=LR))
+    ebc, ids = dmp.to_unsharded(model).get_submodule("ebc"), batch(0, 0)
+    torch.testing.assert_close(torch.jit.script(ebc)(ids).values(), ebc(ids).wait().values())
+
+
 def test_what_is_read_and_what_is_refused() -> None:
     model = DistributedModelParallel(model_of(torch.optim.SGD, lr=LR))
     assert isinstance(model._plan, ShardingPlan) and model._env is model.env
