@@ -84,7 +84,7 @@ class _Walk:
 
     def run(self) -> list[Code]:
         """All of it."""
-        for module_type in {type(module) for module in self.modules}:
+        for module_type in dict.fromkeys(map(type, self.modules)):
             for name in ("forward", "__call__", "__getattr__", "__getattribute__"):
                 self._method(name, module_type)
         for module in self.everything:

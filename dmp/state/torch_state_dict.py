@@ -143,7 +143,7 @@ def begin_together(
             "full_optimizer_state_dict(model) or save_checkpoint(path, model, optimizer) have it by name"
         )
     wrapped = wrapped_in(model) if getattr(options, "broadcast_from_rank0", False) else {}
-    for env in {found.env for found in wrapped.values()}:
+    for env in dict.fromkeys(found.env for found in wrapped.values()):
         said = gather_words("torch's state dict of a wrapped model, from rank 0", [optim_only, 0], env.everyone)
         optim_only = bool(said[0][0])
     return own(model, optims, optim_only, options=options, **others)
@@ -159,7 +159,7 @@ def load_together(own: Callable[..., Any], model: Any, *args: Any) -> Any:
     except Exception as error:
         if isinstance(error, RuntimeError):
             raise_cause(error)
-        for env in {found.env for found in wrapped.values()}:
+        for env in dict.fromkeys(found.env for found in wrapped.values()):
             raise_on_all(error, env.everyone, "torch's set_state_dict")
         raise
 
