@@ -87,9 +87,8 @@ def levels(table: CostTable, columns: Columns, rows: Integers, phase: Integers, 
         number: (ways,) of levels.
     """
     row, taken = columns.row[rows], np.zeros((len(phase), len(rows)))
-    is_counted = (table.whole.T[phase][:, row] > (most / (number + 1) * (1 - _EDGE))[:, None]) & (
-        columns.pieces[rows] > 0
-    )
+    whole = table.whole.take(row, 0).T[phase]  # of many rows of the table some are asked for
+    is_counted = (whole > (most / (number + 1) * (1 - _EDGE))[:, None]) & (columns.pieces[rows] > 0)
     way, at = np.nonzero(is_counted)
     # of no seconds a piece that takes any has all levels
     row, of, most, pieces = row[at], phase[way], np.maximum(most[way], 1e-300), columns.pieces[rows[at]]
