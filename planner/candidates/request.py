@@ -40,7 +40,7 @@ _SEARCHES = 3
 """At most, of one request: each with costs of a plan that the one before found."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a bound is missing."""
-_WORK, _WORK_OF_MANY, _FEW = 70.0, 16.0, 650
+_WORK, _WORK_OF_MANY, _FEW = 70.0, 24.0, 650
 """Of a bound of plans of another way, see `lower_bound`: of up to so many items, and of more."""
 _NEARLY = 2e-3
 """Part of a bound that is not worth to look closer, where another way may be so much lower."""
@@ -201,7 +201,7 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         least = max(seconds - _less_by(problem_of_other, than) for than, seconds in asked)
         if least < bound * (1 - _NEARLY):
             work = _WORK if len(problem_of_other.item_class) <= _FEW else _WORK_OF_MANY
-            free = lower_bound(problem_of_other, bound, out_of_time, most=work)
+            free = lower_bound(problem_of_other, bound, out_of_time, most=work * max(1.0, request.effort))
             asked.append((problem_of_other, free.seconds))
             least = _held_bound(other, problem_of_other, free, bound, out_of_time)
         bound = min(bound, least)
