@@ -68,8 +68,8 @@ class ShardingPlanner:
         sequence_length: tokens of a sample that dense weights see; by default what the module's configuration says
             (at most 4,096), 1 where nothing in it attends; the report says which.
         compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
-        effort: of the search for tables' places, to which it gives so many times the work: a plan on many hosts that is
-            made once may be worth ten seconds.
+        effort: of the search for tables' places, to which it gives so many times the work, and to their bound where it
+            is above 1: a plan on many hosts that is made once may be worth ten seconds.
         advises: also plan the same ranks in replica groups, and say in the report's notes where that saves much; None:
             for one number of groups, where there are few tables, and many ranks that wait for each other.
         observed: what `planner.observe` has seen of sample batches: pooling factors, where no constraint gives them,

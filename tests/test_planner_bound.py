@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from planner.search import bound, bound_node
-from planner.search.bound import lower_bound
+from planner.search.bound import Tree, lower_bound
 from planner.search.bound_blocks import Blocks, tried
 from planner.search.bound_columns import Columns, columns
 from planner.search.bound_counts import crowded, levels
@@ -175,6 +175,20 @@ def test_below_every_plan_where_most_columns_seem_to_take_no_levels(monkeypatch:
         p = random_problem(seed)
         best = least_cost(p)
         assert lower_bound(p, min(1.1 * best, 1e4)).seconds <= best * (1 + 1e-9), seed
+
+
+def test_grows_on_below_every_plan_when_a_better_one_is_known() -> None:
+    risen = 0
+    for seed in range(20):
+        p = random_problem(seed)
+        best = least_cost(p)
+        if np.isfinite(best):
+            tree = Tree(p, 3 * best)
+            first, last = tree.grown(3 * best, most=2), tree.grown(best * (1 + 1e-6))
+            assert first.seconds * (1 - 1e-9) <= last.seconds <= best * (1 + 1e-6), seed
+            assert tree.grown(best).seconds <= best
+            risen += last.seconds > first.seconds * (1 + 1e-6)
+    assert risen > 5
 
 
 def scattered(p: Problem, r: np.random.Generator) -> Placement:

@@ -22,7 +22,7 @@ from planner.search.bound_phases import Phases, joined
 from planner.search.cost_table import Array, Integers
 from planner.search.problem import Problem
 
-_WORK = 70.0
+PROGRAMMES = 70.0
 """Programmes solved at most, small ones counting less than one, a large one as several."""
 _ROWS = 2500
 """Columns of one that counts once; others by the root of how many they have, for most columns are left out at first,"""
@@ -88,7 +88,7 @@ def lower_bound(
     upper: float,
     out_of_time: Callable[[], bool] = lambda: False,
     told: Callable[[float], object] = lambda value: None,
-    most: float = _WORK,
+    most: float = PROGRAMMES,
 ) -> Bound:
     """Seconds that no plan goes below, or `upper` where that is less.
 
@@ -98,48 +98,78 @@ def lower_bound(
         told: called with the bound so far.
         most: programmes solved, a large one counting as several.
     """
-    whole = problem
-    problem, phases = joined(whole)
-    constant = float(problem.setups[sorted(problem.base_kinds)].sum()) + float(problem.base[:, :-1].min(0).sum())
-    root, frame = _root(problem, upper - constant)
-    if root is None:
-        return Bound(upper, None, 0.0)
-    if not len(root.rows):
-        return Bound(min(upper, constant + float(root.low.sum())), None, 0.0)
-    item, alone = _longest(problem, frame, root)
-    node = _search(frame, root, lambda work: work >= most or out_of_time(), lambda value: told(constant + value))
-    value = frame.upper if node is None else node.value
-    seconds = min(upper, (constant + value) * (1 - _ROUNDING))
-    return Bound(seconds, item, alone, node and _optimum(whole, phases, frame, node))
+    return Tree(problem, upper).grown(upper, out_of_time, told, most)
 
 
-def _search(
-    frame: Frame, root: Node, is_enough: Callable[[float], bool], told: Callable[[float], object]
-) -> Node | None:
-    """The node of least value when the work is done, best first; None where none is left."""
-    heap: list[tuple[float, int, Node]] = []
-    number, work, settled = 0, 0.0, settle(frame, root)
-    risen, since = -np.inf, 0.0
-    if settled is not None:
-        heap.append((settled.value, 0, settled))
-    while heap:
-        value, _, node = heap[0]
-        told(value)
-        if value > risen + _PROGRESS * abs(value):
-            risen, since = value, work
-        if value >= frame.upper * (1 - _CLOSE) or work - since > _VAIN or is_enough(work):
-            return node
-        parts = split(frame, node)
-        if not parts:
-            return node
-        heapq.heappop(heap)
-        for part in parts:
-            work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)), len(part.rows) / _MANY)
-            settled = settle(frame, part)
-            if settled is not None:
-                number += 1
-                heapq.heappush(heap, (settled.value, number, settled))
-    return None
+class Tree:
+    """Nodes that are all plans of a problem together. It may grow on when a better plan is known.
+
+    Args:
+        problem: of which no plan is better than the nodes say.
+        upper: as of `lower_bound`.
+    """
+
+    def __init__(self, problem: Problem, upper: float) -> None:
+        self._whole = problem
+        problem, self._phases = joined(problem)
+        self._constant = float(problem.setups[sorted(problem.base_kinds)].sum())
+        self._constant += float(problem.base[:, :-1].min(0).sum())
+        self._root, self._frame = _root(problem, upper - self._constant)
+        self._longest = (
+            _longest(problem, self._frame, self._root) if self._root and len(self._root.rows) else (None, 0.0)
+        )
+        self._heap: list[tuple[float, int, Node]] = []
+        self._number, self._work = 0, 0.0
+        self._risen, self._since = -np.inf, 0.0
+        if self._longest[0] is not None and self._root and (settled := settle(self._frame, self._root)) is not None:
+            self._heap.append((settled.value, 0, settled))
+
+    def grown(
+        self,
+        upper: float,
+        out_of_time: Callable[[], bool] = lambda: False,
+        told: Callable[[float], object] = lambda value: None,
+        most: float = PROGRAMMES,
+    ) -> Bound:
+        """See `lower_bound`.
+
+        Args:
+            upper: no more than before.
+            most: programmes solved, those before among them.
+        """
+        if self._root is None:
+            return Bound(upper, None, 0.0)
+        if self._longest[0] is None:
+            return Bound(min(upper, self._constant + float(self._root.low.sum())), None, 0.0)
+        self._frame = self._frame._replace(upper=upper - self._constant)
+        node = self._lowest(lambda work: work >= most or out_of_time(), lambda value: told(self._constant + value))
+        value = self._frame.upper if node is None else node.value
+        seconds = min(upper, (self._constant + value) * (1 - _ROUNDING))
+        optimum = node and _optimum(self._whole, self._phases, self._frame, node)
+        return Bound(seconds, *self._longest, optimum)
+
+    def _lowest(self, is_enough: Callable[[float], bool], told: Callable[[float], object]) -> Node | None:
+        """The node of least value when the work is done, best first; None where none is left."""
+        heap, frame = self._heap, self._frame
+        while heap:
+            value, _, node = heap[0]
+            told(value)
+            if value > self._risen + _PROGRESS * abs(value):
+                self._risen, self._since = value, self._work
+            is_close = value >= frame.upper * (1 - _CLOSE)
+            if is_close or self._work - self._since > _VAIN or is_enough(self._work):
+                return node
+            parts = split(frame, node)
+            if not parts:
+                return node
+            heapq.heappop(heap)
+            for part in parts:
+                self._work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)), len(part.rows) / _MANY)
+                settled = settle(frame, part)
+                if settled is not None:
+                    self._number += 1
+                    heapq.heappush(heap, (settled.value, self._number, settled))
+        return None
 
 
 def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optimum:

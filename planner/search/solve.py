@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from planner.search.best import Best, Told
-from planner.search.bound import Optimum, lower_bound
+from planner.search.bound import PROGRAMMES, Optimum, Tree
 from planner.search.cuts import Cuts
 from planner.search.guided import LIKE, guided, ways
 from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, SOME_HOSTS, can_pack, pack_hosts
@@ -100,7 +100,7 @@ def search(
     Args:
         out_of_time: asked between pieces of work; True ends the search with the best so far, once there is one.
         told: called with the best cost so far and the bound so far (0 before there is one) whenever one is better.
-        effort: so many times the work is done, but for starts and bound.
+        effort: so many times the work is done, but for starts; the bound's where it is above 1.
 
     Raises:
         Infeasible: no start could be packed.
@@ -115,12 +115,16 @@ def search(
                 best.parts = pour(problem, cuts)
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
-            bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
+            tree = Tree(problem, best.seconds)
+            bound = tree.grown(best.seconds, out_of_time, lambda value: told(best.seconds, value))
             best.least, best.floor = bound.seconds, max(best.floor, bound.seconds)
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
                 work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
             is_cut = compete(problem, cuts, best, effort * (_WORK + _more(problem)) - work, out_of_time) or is_cut
+            if effort > 1 and not best.is_enough:  # now that a better placement is known, less is to be looked at
+                more = effort * PROGRAMMES
+                bound = tree.grown(best.seconds, out_of_time, lambda value: told(best.seconds, value), more)
     placement = best.placement()
     phases = placement.phase_seconds()
     seconds = float(phases.sum())
