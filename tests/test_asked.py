@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
 from dmp.ranks import say_once
+from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 from tests.test_unreached import Net, batch, branches, differences, made
 
@@ -173,6 +174,38 @@ def by_torch_func(axis: str, told: str) -> None:
 )
 def test_gradients_by_torch_func_are_refused_in_words(axis: str, told: str) -> None:
     run_ranks(2, by_torch_func, axis, told)
+
+
+def functional(axes: tuple[str, ...]) -> None:
+    """Averages of weights are tried in the middle of training."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    env = ShardingEnv.from_mesh(mesh((2,) * len(axes), axes))
+    split = [TensorParallelSharder({"0": "colwise", "2": "rowwise"})] if "tp" in axes else []
+    model = DistributedModelParallel(copy.deepcopy(plain), env, sharders=split)
+    told = r"functional_call with another '0\.weight': FSDP2 would keep it"
+    for _ in range(2):
+        results: list[torch.Tensor] = []
+        for each in (model, plain):
+            each(torch.ones(3, 4)).square().mean().backward()
+            with torch.no_grad():
+                twice = {name: 2 * p for name, p in each.named_parameters()}
+                results += [torch.func.functional_call(each, twice, torch.ones(3, 4)), each(torch.ones(3, 4))]
+        torch.testing.assert_close(results[:2], results[2:])
+        others = {name: 2 * p for name, p in model.named_parameters()}
+        for each_kind in (others, {name: nn.Parameter(p.detach() * 2) for name, p in model.named_parameters()}):
+            with pytest.raises(ShardError, match=told):
+                torch.func.functional_call(model, each_kind, torch.ones(3, 4))
+        result = model(torch.ones(3, 4))
+        torch.testing.assert_close(result, plain(torch.ones(3, 4)))
+        with torch.no_grad(), pytest.raises(ShardError, match=told):
+            torch.func.functional_call(model, others, torch.ones(3, 4))
+        torch.testing.assert_close(result, model(torch.ones(3, 4)))
+
+
+@pytest.mark.parametrize("axes", [("shard",), ("dp", "tp")])
+def test_calls_with_other_weights_leave_the_model_its_own(axes: tuple[str, ...]) -> None:
+    """FSDP2 took what it was called with for the model's weights, in silence, and for ever."""
+    run_ranks(2 ** len(axes), functional, axes)
 
 
 def of_replaced(axis: str) -> list[str]:

@@ -16,6 +16,7 @@
 - `written_inside`: weights that the model writes while they are gathered
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `read_outside`: methods that read a weight past the forward
+- `replaced`: others that were put in the place of weights: taken for good, for one call, or refused
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `whole`: gradients of weights that lie whole where the others are split, in one exchange
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch

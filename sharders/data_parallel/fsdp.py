@@ -39,10 +39,11 @@ from sharders.data_parallel.cast_inside import refuse_casts
 from sharders.data_parallel.classes import begin_alike
 from sharders.data_parallel.computed_again import average_each_time
 from sharders.data_parallel.ddp import DDPWrapper
-from sharders.data_parallel.fsdp_units import name_of, units_of
+from sharders.data_parallel.fsdp_units import units_of
 from sharders.data_parallel.options import check_fsdp, check_parts, check_torch
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.read_outside import read_outside
+from sharders.data_parallel.replaced import take_replaced
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
     clear_by_zero_grad,
@@ -374,7 +375,7 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
     def before() -> None:
         forget_unfinished(modules[-1])
         try:
-            if _take_replaced(modules[-1], units):
+            if take_replaced(modules[-1], units):
                 written.clear()
         except ShardError as error:
             ranks.raise_on_all(error, env.everyone, "the forward pass")
@@ -394,31 +395,6 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
         written[:] = now
 
     return before
-
-
-def _take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
-    """Have torch take the chunks that were put in the place of others (`load_state_dict(assign=True)`); whether any.
-
-    Raises:
-        ShardError: something else is in a weight's place, where torch would put back what it had.
-    """
-    is_any = False
-    for unit in units:
-        for held in unit.fsdp_params:
-            place = held._module_info
-            found = place.module._parameters.get(place.param_name)
-            whole, kept = getattr(held, "_unsharded_param", held), getattr(held, "_sharded_post_forward_param", held)
-            if found is held.sharded_param or found is whole or found is kept:  # the last: in as many parts as asked
-                continue
-            if not is_dtensor(found):
-                raise ShardError(
-                    f"{name_of(root, held)!r} was replaced after wrapping, where it is split, and FSDP2 "
-                    "would put back what it had: write into it under torch.no_grad() (copy_, load_state_dict), or "
-                    "replace it before wrapping"
-                )
-            held.reset_sharded_param()
-            is_any = True
-    return is_any
 
 
 def _gather_first(modules: Sequence[Any]) -> None:
