@@ -13,7 +13,9 @@ returns to the pass that it is in, which averages it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,6 +124,7 @@ def _asking(
     both = (*asked, *(whole for _, whole in names.values()))
     if options.get("accumulate_grad"):
         return own(outputs, gradients, keeps, creates, both, *rest, **options)
+    _refuse_in_two()
     is_inner = torch._C._current_graph_task_id() >= 0
     if is_inner:
         names = {id(each): names[id(each)] for each in asked if id(each) in names}
@@ -143,6 +146,25 @@ def _asking(
             "if this is the desired behavior."
         )
     return found[: len(asked)]
+
+
+def _refuse_in_two() -> None:
+    """Raise where torch's pipelining asks for gradients of a wrapped stage's inputs, and later for those of its
+    weights, which it would put in `.grad` unaveraged, or, of what is split, not at all."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "backward_maybe_with_nosync":
+        frame = frame.f_back
+    stage = getattr(frame.f_locals.get("self"), "submod", None)
+    ids = {id(p) for p in stage.parameters()} if isinstance(stage, nn.Module) else ()
+    split = (held.sharded_param for root in list(_split) for held in weights(root))
+    copies = (p for of, held in list(_averaged.items()) for p in held(of))
+    if ids and any(id(p) in ids for p in chain(split, copies)):
+        raise ShardError(
+            "this schedule of torch.distributed.pipelining computes the gradients of a stage's inputs and of its "
+            "weights apart (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV), and those of "
+            "weights would be averaged by nobody: take ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or "
+            "ScheduleLoopedBFS"
+        )
 
 
 def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
