@@ -36,9 +36,10 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copy.deepcopy(tensor) if is_lazy(tensor) else room_for(tensor, "meta")
     memo.update((id(tensor), room_for(tensor, "meta")) for tensor in computed(copied))
-    for each in copied:
-        values = each.__dict__.items()
-        memo[id(each)].__dict__.update({k: v if type(v) in _ATOMS else _copied(v, memo) for k, v in values})
+    for is_first in (True, False):  # a graph that torch has traced of one looks for what the others hold
+        for each in copied:
+            values = ((k, v) for k, v in each.__dict__.items() if (k in _HELD) is is_first)
+            memo[id(each)].__dict__.update({k: v if type(v) in _ATOMS else _copied(v, memo) for k, v in values})
     made: nn.Module = memo[id(module)]
     return made
 
@@ -71,6 +72,7 @@ def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
                 new.requires_grad_(old.requires_grad)
 
 
+_HELD = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 _SHARED = (*_ATOMS, type, Enum, torch.dtype, torch.device, torch.Size, FunctionType)
