@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -35,8 +37,12 @@ def saved(folder: str) -> None:
     """As Transformers' Trainer does it: `state_dict` and `save_file` on rank 0 alone, of dense weights alone."""
     import safetensors.torch
 
+    peft = types.ModuleType("peft.utils.other")  # which has taken the function by its name
+    vars(peft)["storage_ptr"], sys.modules[peft.__name__] = id, peft
     env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
     model = DistributedModelParallel(nn.Sequential(nn.Linear(4, 2)), env)
+    with pytest.raises(ShardError, match=r"PEFT's save_pretrained\(path, state_dict=whole\) on rank 0"):
+        sys.modules.pop(peft.__name__).storage_ptr(model.state_dict()["0.weight"])
     if env.rank == 0:
         with pytest.raises(ShardError, match=r"rank's chunks alone.*export_safetensors.*Trainer.*save_model"):
             safetensors.torch.save_file(dict(model.state_dict()), f"{folder}/alone")
