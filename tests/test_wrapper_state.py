@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, full_state_dict, ranks, save_checkpoint
+from dmp import (
+    CheckpointError,
+    ChunkedTensor,
+    DistributedModelParallel,
+    full_state_dict,
+    ranks,
+    save_checkpoint,
+    to_unsharded,
+)
 from tests.equality import env_of
 from tests.ranks import run_ranks
 from tests.test_asked import Said
@@ -330,6 +338,8 @@ def _taken_in_a_step(folder: str) -> None:
         lambda: torch.save(model.module.state_dict(), io.BytesIO()),
         lambda: dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/{is_in_a_step}"),
         lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+        lambda: to_unsharded(model),
+        lambda: dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{is_in_a_step}2").result(),
     ]
     loss_of(model, batch(env.rank, 0)).backward(), optimizer.step()
     for is_in_a_step in (False, True):

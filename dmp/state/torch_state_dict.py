@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
+from dmp.nested import tensors_of
 from dmp.ranks import gather_words, own_group, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
@@ -123,7 +124,10 @@ def save_beside_steps(
     **options: Any,
 ) -> Any:
     """Torch's save in the background, on connections of its own: over gloo its ranks and those of a step took each
-    other's messages, and waited for ever."""
+    other's messages, and waited for ever. What its thread finds is of this time, of which it can say nothing."""
+    for _, each in tensors_of(state_dict):
+        if isinstance(each, ChunkedTensor) and each.holders is not None:
+            each.holders.say_when()
     group = (process_group or dist.group.WORLD) if use_collectives and not no_dist and dist.is_initialized() else None
     if group and any(model.env.size >= dist.get_world_size(group) for model in live.models):  # all its ranks have it
         process_group = own_group(group, "torch's background", timedelta(hours=1))

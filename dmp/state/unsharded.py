@@ -14,6 +14,7 @@ from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
 from dmp.state.find_wrapped import env_of, wrapped_in
+from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.skeleton import computed, copy_scripted
 from dmp.wrap.whole import gather
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -31,6 +32,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, DistributedModelParallel) and wrapped_in(model):
         return _parent_unsharded(model)
+    say_of_half_a_step(model)
     live = model.module if isinstance(model, DistributedModelParallel) else model
     root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
     memo: dict[int, Any] = {}
