@@ -21,24 +21,28 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _OFTEN, _ELEMENTS = 8, 1 << 16
+_BACKBONE = 0.5  # of the weights that are split: what has more is no block among several
 
 
 def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
     """Before a forward of the model, which raises `InputError` on all ranks of a tensor group that call it otherwise
-    than each other. One small exchange, not at every call.
+    than each other; of its backbone, too, which others call past that, as trl's trainers. One small exchange, not at
+    every call.
 
     Args:
-        model: whose weights are split.
+        model: whose weights are split already.
         mesh: the tensor axis.
     """
     if mesh.size() == 1:
         return
     (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
+    outermost: nn.Module | None = None
 
-    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal num_calls
-        if torch.compiler.is_compiling():
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_calls, outermost
+        if torch.compiler.is_compiling() or outermost is not None or torch._C._current_graph_task_id() >= 0:
             return
+        outermost = module
         num_calls += 1
         if num_calls > _OFTEN and num_calls & (num_calls - 1):
             return
@@ -57,7 +61,20 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
             "sharders.gather_batch(batch, env) makes one batch of them"
         )
 
-    model.register_forward_pre_hook(compare, with_kwargs=True)
+    def end(module: nn.Module, *_: Any) -> None:
+        nonlocal outermost
+        if outermost is module:
+            outermost = None
+
+    num_split = _num_split(model)
+    for each in model.modules():
+        if each is model or _num_split(each) > _BACKBONE * num_split:
+            each.register_forward_pre_hook(compare, with_kwargs=True)
+            each.register_forward_hook(end, always_call=True)
+
+
+def _num_split(module: nn.Module) -> int:
+    return sum(map(is_dtensor, module.parameters()))
 
 
 def _compared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
