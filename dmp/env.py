@@ -386,9 +386,9 @@ def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -
         known = given.get(name) or _ROLE_OF_NAME.get(name)
         if known is None and name.removesuffix("_size") in _UNSUPPORTED:
             raise ValueError(
-                f"mesh axis {name!r}: pipeline (pp), context (cp) and expert (ep) axes are not supported yet; take the "
-                f"mesh without it, as mesh['dp'], for a stage of torch's pipelining; supported are axes of samples and "
-                f"of weights: {sorted(_ROLE_OF_NAME)}"
+                f"mesh axis {name!r}: pipeline (pp), context (cp) and expert (ep) axes are not supported yet; make the "
+                f"mesh without it, or give the rest of it, as mesh['dp'], for a stage of torch's pipelining. Supported "
+                f"are axes of samples and of weights: {sorted(_ROLE_OF_NAME)}"
             )
         if known is None:
             raise ValueError(

@@ -41,6 +41,8 @@ _BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
 _FEW = 650
 """Items up to which more than one start is packed."""
+_PROGRAMMES = 100.0
+"""Of the bound in all, of few items."""
 _GUIDED = 450e3
 """Work up to which starts like the optimum are packed,"""
 _GUIDING, _GUIDING_MANY = 270e3, 150e3
@@ -100,7 +102,7 @@ def search(
     Args:
         out_of_time: asked between pieces of work; True ends the search with the best so far, once there is one.
         told: called with the best cost so far and the bound so far (0 before there is one) whenever one is better.
-        effort: so many times the work is done, but for starts; the bound's where it is above 1.
+        effort: so many times the work is done, but for starts.
 
     Raises:
         Infeasible: no start could be packed.
@@ -122,8 +124,8 @@ def search(
                 work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
             is_cut = compete(problem, cuts, best, effort * (_WORK + _more(problem)) - work, out_of_time) or is_cut
-            if effort > 1 and not best.is_enough:  # now that a better placement is known, less is to be looked at
-                more = effort * PROGRAMMES
+            more = effort * (_PROGRAMMES if len(problem.item_class) <= _FEW else PROGRAMMES)
+            if more > PROGRAMMES and not best.is_enough:  # a better placement is known: less is to be looked at
                 bound = tree.grown(best.seconds, out_of_time, lambda value: told(best.seconds, value), more)
     placement = best.placement()
     phases = placement.phase_seconds()
