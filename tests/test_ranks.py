@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import time
 import warnings
 import weakref
@@ -234,27 +235,29 @@ def test_small_things_of_an_accelerators_group_are_exchanged_on_the_cpu(config: 
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's")
-def test_a_store_whose_host_lost_its_power_is_given_up() -> None:
+def test_a_store_whose_host_lost_its_power_or_was_stopped_is_given_up() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", server.port, is_master=False))
-    before = _give_up_after_ms(server.port)
+    before = _give_up_after(server.port)
     socket.setdefaulttimeout(3.0)  # then a descriptor that Python makes a socket of does not block any more
     try:
         clone = cloned(client, 7.0)
     finally:
         socket.setdefaulttimeout(None)
-    added = {fd: ms for fd, ms in _give_up_after_ms(server.port).items() if fd not in before}
-    assert list(added.values()) == [7000], added
+    added = {fd: found for fd, found in _give_up_after(server.port).items() if fd not in before}
+    assert list(added.values()) == [(7000, 8)], added
     assert all(map(os.get_blocking, added))
     clone.set("key", "value")
     assert client.get("key") == b"value"
 
 
-def _give_up_after_ms(port: int) -> dict[int, int]:
-    """Of each connection to a port, by its descriptor: for how long the other end may acknowledge nothing; 0: long."""
+def _give_up_after(port: int) -> dict[int, tuple[int, int]]:
+    """Of each connection to a port, by its descriptor: ms in which the other end may acknowledge nothing, and seconds
+    in which it may say nothing; 0: long."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             if one.family != socket.AF_UNIX and one.getpeername()[1] == port:
-                found[int(name)] = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                said = struct.unpack("@ll", one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+                found[int(name)] = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), said[0]
     return found

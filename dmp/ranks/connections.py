@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 _FDS, _INFO = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+_LONGEST_S = 86_400.0
 _BYTES_AT = 120  # of tcpi_bytes_acked, tcpi_bytes_received in Linux's tcp_info
 
 
@@ -82,23 +83,26 @@ def traffic() -> Traffic:
 
 
 def cloned(store: Any, patience_s: float) -> Any:
-    """A store's clone, which has a connection, and a lock, of its own. What asks there fails when the host has
-    acknowledged nothing for so long: one that lost its power says nothing, and the system would wait for 15 minutes.
+    """A store's clone, which has a connection, and a lock, of its own. What asks there fails when nothing came back for
+    so long: a process that is stopped does not answer, and a host that lost its power acknowledges nothing, for which
+    the system would wait for 15 minutes.
     """
     before = set(_kinds())
     clone = store.clone()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     option: int = getattr(socket, "TCP_USER_TIMEOUT", 0)  # Linux's
-    port = getattr(store, "port", None)
+    port, seconds = getattr(store, "port", None), int(min(patience_s, _LONGEST_S))
     for fd, kind in _kinds().items() if option and port else ():
         if fd in before or not kind.startswith("socket:"):
             continue
-        blocks = os.get_blocking(fd)
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:  # not the store's: another thread's
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
-                one.setsockopt(socket.IPPROTO_TCP, option, int(1000 * patience_s))
-        os.set_blocking(fd, blocks)  # which a program's default time-out changes
+        with suppress(OSError):  # another thread's, which has closed it
+            blocks = os.get_blocking(fd)
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                    one.setsockopt(socket.IPPROTO_TCP, option, 1000 * seconds)
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds + 1, 0))
+            os.set_blocking(fd, blocks)  # which a program's default time-out changes
     return clone
 
 
