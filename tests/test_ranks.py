@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import struct
+import threading
 import time
 import warnings
 import weakref
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dmp.ranks import answers
+from dmp.ranks import answers, watchdog
 from dmp.ranks.connections import cloned
 from dmp.ranks.groups import control_group, device_of, own_group
 from sharders.tensor_parallel.structure import caches
@@ -261,3 +262,23 @@ def _give_up_after(port: int) -> dict[int, tuple[int, int]]:
                 said = struct.unpack("@ll", one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
                 found[int(name)] = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), said[0]
     return found
+
+
+def test_a_look_that_fails_is_followed_by_others_until_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_IDLE_S", 0.01)
+    watch = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    watch._failure, watch._stopped, watch._suspicious_since, watch._wake = None, False, None, threading.Event()
+    found: list[Exception | None] = [KeyError("a dict of another thread's"), None, dist.DistNetworkError("reset")]
+    told: list[str] = []
+
+    def look() -> None:
+        if (error := found.pop(0)) is not None:
+            raise error
+
+    def tell(error: Exception) -> None:
+        told.append(type(error).__name__)
+        watch._stopped = len(told) == 4
+
+    watch._look, watch._host_is_gone = look, tell  # type: ignore[method-assign]
+    watch._run()
+    assert told == ["KeyError", *["DistNetworkError"] * 3] and not found

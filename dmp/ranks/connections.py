@@ -92,7 +92,7 @@ def cloned(store: Any, patience_s: float) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     option: int = getattr(socket, "TCP_USER_TIMEOUT", 0)  # Linux's
-    port, seconds = getattr(store, "port", None), int(min(patience_s, _LONGEST_S))
+    port, seconds = getattr(store, "port", None), min(patience_s, _LONGEST_S)
     for fd, kind in _kinds().items() if option and port else ():
         if fd in before or not kind.startswith("socket:"):
             continue
@@ -100,8 +100,8 @@ def cloned(store: Any, patience_s: float) -> Any:
             blocks = os.get_blocking(fd)
             with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
-                    one.setsockopt(socket.IPPROTO_TCP, option, 1000 * seconds)
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds + 1, 0))
+                    one.setsockopt(socket.IPPROTO_TCP, option, int(1000 * seconds))
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds) + 1, 0))
             os.set_blocking(fd, blocks)  # which a program's default time-out changes
     return clone
 

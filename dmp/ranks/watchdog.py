@@ -157,6 +157,8 @@ class Watchdog:
                 watched = time.monotonic()
             if call_log.Verdict.error is not None:
                 raise type(call_log.Verdict.error)(str(call_log.Verdict.error))
+            if isinstance(self._failure, dist.DistNetworkError):  # what is read there may answer what was asked before
+                raise self._failure
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(0.05, count / 2000))
 
@@ -170,13 +172,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
-            try:
-                if self._failure is None:
-                    self._look()
-            except Exception as error:  # of the store, whose connection does not come back
-                self._failure = error
-            if self._failure is not None:
+            if isinstance(self._failure, dist.DistNetworkError):  # a connection does not come back
                 self._host_is_gone(self._failure)
+            else:
+                try:
+                    self._look()
+                except Exception as error:  # of the store: its host is gone
+                    self._failure = error
+                    self._host_is_gone(error)
             busy = bool(call_log.running) or self._suspicious_since is not None
             self._wake.wait(_BUSY_S if busy else _IDLE_S)
             if not self._stopped:

@@ -87,7 +87,7 @@ def lower_bound(
     problem: Problem,
     upper: float,
     out_of_time: Callable[[], bool] = lambda: False,
-    told: Callable[[float], object] = lambda value: None,
+    *,
     most: float = PROGRAMMES,
 ) -> Bound:
     """Seconds that no plan goes below, or `upper` where that is less.
@@ -95,10 +95,9 @@ def lower_bound(
     Args:
         upper: what some plan costs; what costs more need not be looked at.
         out_of_time: asked now and then; True ends it with the bound so far.
-        told: called with the bound so far.
         most: programmes solved, a large one counting as several.
     """
-    return Tree(problem, upper).grown(upper, out_of_time, told, most)
+    return Tree(problem, upper).grown(upper, out_of_time, most=most)
 
 
 class Tree:
@@ -135,6 +134,7 @@ class Tree:
 
         Args:
             upper: no more than before.
+            told: called with the bound so far.
             most: programmes solved, those before among them.
         """
         if self._root is None:

@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -151,10 +152,10 @@ def _asking(
 def _refuse_in_two() -> None:
     """Raise where torch's pipelining asks for gradients of a wrapped stage's inputs, and later for those of its
     weights, which it would put in `.grad` unaveraged, or, of what is split, not at all."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != "backward_maybe_with_nosync":
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "backward_maybe_with_nosync":
         frame = frame.f_back
-    stage = getattr(frame.f_locals.get("self"), "submod", None)
+    stage = None if frame is None else getattr(frame.f_locals.get("self"), "submod", None)
     ids = {id(p) for p in stage.parameters()} if isinstance(stage, nn.Module) else ()
     split = (held.sharded_param for root in list(_split) for held in weights(root))
     copies = (p for of, held in list(_averaged.items()) for p in held(of))

@@ -40,7 +40,8 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_calls, outermost
-        if torch.compiler.is_compiling() or outermost is not None or torch._C._current_graph_task_id() >= 0:
+        is_inner = outermost not in (None, module)  # the module itself: an interrupt has ended its last call
+        if torch.compiler.is_compiling() or is_inner or torch._C._current_graph_task_id() >= 0:
             return
         outermost = module
         num_calls += 1
