@@ -10,6 +10,7 @@ and again before they are freed. So the first few times, and now and then later.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from sharders.data_parallel.fsdp_units import OfWeights, be_too, weights_below
 _FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
 """Looks at the values: the first so many times that a weight is gathered, and every so many times after these; on
 accelerators, which a program waits for then, more rarely."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 _HOW = "write into it under torch.no_grad(), by p.copy_(...), p.mul_(...) and their like"
 
@@ -46,7 +49,7 @@ class _Keeping(OfWeights):  # type: ignore[misc]
     def to_unsharded(self) -> None:
         super().to_unsharded()
         if self.gathered_at is None and len(self.all_gather_outputs) == 1 and not self._unsharded_inner_tensors:
-            whole = _local(self._unsharded_param)
+            whole = self._whole()
             self.gathered_at = whole._version, self.sharded_param._version
             self.gathers += 1
             every = _LATER if whole.device.type == "cpu" else _LATER_BESIDE
@@ -61,6 +64,13 @@ class _Keeping(OfWeights):  # type: ignore[misc]
         self._look()
         super().free_unsharded_param()
 
+    def _whole(self) -> torch.Tensor:
+        """Of one that is split over another axis too, what this rank has of it: the tensor itself, not a view as
+        `local_of` gives, for its memory is put back. Asked for at each gathering, where a `getattr` that finds nothing
+        costs more than all the rest."""
+        found: torch.Tensor = self._unsharded_param._local_tensor if self.is_dtensor else self._unsharded_param
+        return found
+
     def _look(self) -> None:
         at, self.gathered_at = self.gathered_at, None
         if at is not None and self._is_written(at[0]):
@@ -68,7 +78,7 @@ class _Keeping(OfWeights):  # type: ignore[misc]
 
     def _is_written(self, version: int) -> bool:
         """The same on all ranks, which have the same whole and run the same code."""
-        whole, gathered = _local(self._unsharded_param), self.all_gather_outputs[0]
+        whole, gathered = self._whole(), self.all_gather_outputs[0]
         if whole.dtype is not gathered.dtype:  # cast by the model's code, which `cast_inside` looks at
             self._put_back(whole)
             return False
@@ -85,7 +95,7 @@ class _Keeping(OfWeights):  # type: ignore[misc]
         return True
 
     def _keep(self, of_chunk: int) -> None:
-        whole, chunk = _local(self._unsharded_param), self._sharded_local_tensor
+        whole, chunk = self._whole(), self._sharded_local_tensor
         if whole.dtype is not chunk.dtype or self.sharded_param._version != of_chunk:
             why = (
                 f"in {whole.dtype}, in which it is gathered, where it is kept in {chunk.dtype}"
@@ -131,16 +141,13 @@ class _Keeping(OfWeights):  # type: ignore[misc]
             )
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    """Of one that is split over another axis too, what this rank has of it: the tensor itself, not a view as `local_of`
-    gives, for its memory is put back."""
-    found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-    return found
-
-
 def _told(whole: torch.Tensor) -> list[int]:
-    """Two numbers of the values and their places, as words."""
-    by_rows = whole.detach().reshape(len(whole), -1)
-    sums = (by_rows.sum(dim, dtype=torch.float64) for dim in (0, 1))
-    places = (each.dot(torch.arange(1, len(each) + 1, dtype=each.dtype, device=each.device)) for each in sums)
-    return torch.stack([*places]).view(torch.int64).tolist()
+    """Two numbers of the values' bits and their places, of words that need no widening where rows are whole words."""
+    if not whole.numel():
+        return [0, 0]
+    bits = whole.detach().unsqueeze(-1).flatten(1).contiguous()
+    row, start = (each * bits.element_size() for each in (bits.shape[1], bits.storage_offset()))
+    words = (bits if start % 8 == 0 else bits.clone()).view(_WORDS[gcd(8, row)])
+    sums = (words.sum(dim) for dim in (0, 1))
+    places = (each.dot(torch.arange(1, 2 * len(each) + 1, 2, device=each.device)) for each in sums)
+    return torch.stack([*places]).tolist()
