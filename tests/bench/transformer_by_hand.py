@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.transformers_zoo import Llama
 
@@ -34,17 +35,19 @@ def by_hand(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     src_data_rank: int | None = None,
-) -> Llama:
-    """The model, in place.
+) -> nn.Module:
+    """The model, in place; on `dp` in torch's wrapper.
 
     Args:
         model: unsharded, on the CPU or on meta.
-        mesh: axes among `replicate`, `shard` and `tp`, in this order.
+        mesh: axes among `replicate`, `shard` and `tp`, in this order; or `dp`, for `DistributedDataParallel`.
         sequence_parallel: torch's canonical plan: the embedding's output is split already, the head gathers.
         loss_parallel: the logits stay split over the vocabulary.
         src_data_rank: of `parallelize_module`: 0, torch's default, sends that rank's values; None trusts the ranks.
     """
     names = mesh.mesh_dim_names or ()
+    if names == ("dp",):
+        return DistributedDataParallel(model, process_group=mesh.get_group())
     if "tp" in names:
         _split(model, mesh["tp"], sequence_parallel, loss_parallel, src_data_rank)
     data = tuple(name for name in names if name != "tp")
@@ -134,5 +137,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on every rank."""
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
+    """Every parameter whole, on every rank, by its name in the model itself."""
+    return {
+        n.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for n, p in model.named_parameters()
+    }

@@ -24,7 +24,7 @@ from tests.bench.rounds import (
     slowest,
 )
 from tests.bench.transformer_by_hand import whole_values
-from tests.bench.transformer_workload import LARGE, MESHES, SMALL, Side, Workload, env_of, make_sides
+from tests.bench.transformer_workload import LARGE, ON, SMALL, Side, Workload, env_of, make_sides
 from tests.ranks import run_ranks
 
 GOAL = round(1 / 1.02, 3)
@@ -35,7 +35,7 @@ SIZES = {"dim 128": SMALL, "dim 512": LARGE}
 def run(quick: bool) -> list[Result]:
     """Each point for information, then the goal: the geometric mean of their ratios."""
     results = []
-    for mesh_name, (shape, _) in MESHES.items():
+    for mesh_name, (shape, _) in ON.items():
         for size, work in SIZES.items():
             of_ranks = run_ranks(prod(shape), compare, work, mesh_name, quick, timeout=240)
             theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks])) for i in (0, 1))

@@ -25,6 +25,9 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "shard 2 x tp 2": ((2, 2), ("shard", "tp")),
     "replicate 2 x shard 2": ((2, 2), ("replicate", "shard")),
 }
+COPIES = "dp 2"
+"""A step is timed there too, beside `DistributedDataParallel`: it wraps in no other way than that does."""
+ON = {**MESHES, COPIES: ((2,), ("dp",))}
 MODES: dict[str, dict[str, bool]] = {
     "plain": {},
     "sequence parallel": {"sequence_parallel": True},
@@ -87,7 +90,7 @@ class Side:
 
 def env_of(mesh_name: str) -> dmp.ShardingEnv:
     """Call it on every rank."""
-    return dmp.ShardingEnv.from_mesh(mesh(*MESHES[mesh_name]))
+    return dmp.ShardingEnv.from_mesh(mesh(*ON[mesh_name]))
 
 
 def wrap_ours(model: nn.Module, env: dmp.ShardingEnv, mode: str = "plain") -> dmp.DistributedModelParallel:
@@ -99,7 +102,7 @@ def wrap_ours(model: nn.Module, env: dmp.ShardingEnv, mode: str = "plain") -> dm
 def make_sides(work: Workload, mesh_name: str, mode: str = "plain") -> tuple[Side, Side]:
     """By hand and ours, from the same values."""
     env = env_of(mesh_name)
-    theirs = by_hand(work.model(), mesh(*MESHES[mesh_name]), **MODES[mode])
+    theirs = by_hand(work.model(), mesh(*ON[mesh_name]), **MODES[mode])
     ours = wrap_ours(work.model(), env, mode)
     is_loss_parallel = MODES[mode].get("loss_parallel", False)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
