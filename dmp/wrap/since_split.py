@@ -23,6 +23,7 @@ _TORCHS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _FIXED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, type(None))
 _CALLED = (FunctionType, BuiltinFunctionType, MethodType)
 _HOOKS = tuple(sorted(name for name in _TORCHS if "hook" in name and isinstance(getattr(nn.Module(), name), dict)))
+_NONE: frozenset[int] = frozenset()
 _SPLITTING = ("torch.distributed.", "dmp.", "sharders.")
 """Where hooks are from that are put on at the first forward, and that a copy gets at its own."""
 
@@ -40,14 +41,16 @@ class SinceSplit:
         self._owned = frozenset(owned)
         self._modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if self._is_ours(path)}
         before, found = dict(skeleton.named_modules(remove_duplicate=False)), self._modules.items()
-        self._then = {path: dict(m.__dict__) for path, m in found}
-        self._sizes = {path: {k: copy.deepcopy(v) for k, v in m.__dict__.items() if _is_fixed(v)} for path, m in found}
+        self._then = {path: _own(m) for path, m in found}
+        self._sizes = {
+            path: {k: copy.deepcopy(v) for k, v in of.items() if _is_fixed(v)} for path, of in self._then.items()
+        }
         """What they hold of numbers by name or in a row, in which splits have set some."""
-        self._own = {path: frozenset(before[path].__dict__) for path in self._modules}
+        self._own = {path: frozenset(_own(before[path])) for path in self._modules}
         """Names of the attributes that each module had before."""
-        self._hooks = {path: {kind: _keys(before[path], kind) for kind in _HOOKS} for path in self._modules}
+        self._hooks = {path: _hooks(before[path]) for path in self._modules}
         """Of those that it had before; what splits it has put on others."""
-        self._of_split = {path: {kind: _keys(m, kind) for kind in _HOOKS} for path, m in self._modules.items()}
+        self._of_split = {path: _hooks(m) for path, m in found}
 
     def _is_ours(self, path: str) -> bool:
         return self._owned.isdisjoint(around(path))
@@ -85,7 +88,7 @@ class SinceSplit:
 
     def _give_attributes(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
         then, sizes = self._then[path], self._sizes[path]
-        for name in self._own[path] - _TORCHS - old.__dict__.keys():
+        for name in self._own[path] - old.__dict__.keys():
             new.__dict__.pop(name, None)
         for name, value in old.__dict__.items():
             if name in _TORCHS or (name in then and name not in self._own[path]):
@@ -101,8 +104,8 @@ class SinceSplit:
 
     def _give_hooks(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
         for kind in _HOOKS:
-            own, held, known = getattr(old, kind), getattr(new, kind), self._of_split[path][kind]
-            for key in self._hooks[path][kind] - own.keys():
+            own, held, known = getattr(old, kind), getattr(new, kind), self._of_split[path].get(kind, _NONE)
+            for key in self._hooks[path].get(kind, _NONE) - own.keys():
                 held.pop(key, None)
             for key, hook in own.items():
                 if key not in known and not str(getattr(hook, "__module__", "")).startswith(_SPLITTING):
@@ -118,5 +121,11 @@ def _is_fixed(value: Any) -> bool:
     return bool(value) and all(isinstance(each, _FIXED) or _is_fixed(each) for each in items)
 
 
-def _keys(module: nn.Module, kind: str) -> frozenset[int]:
-    return frozenset(getattr(module, kind))
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Its attributes, without those that every module has: models of many modules would keep some kilobytes of each."""
+    return {name: value for name, value in module.__dict__.items() if name not in _TORCHS}
+
+
+def _hooks(module: nn.Module) -> dict[str, frozenset[int]]:
+    """Kind -> keys, where there are any."""
+    return {kind: frozenset(held) for kind in _HOOKS if (held := getattr(module, kind))}
