@@ -62,6 +62,8 @@ def kjt(kind: str, change: str = "") -> Any:
         keys[1] = keys[0]
     elif change == "an unread key twice":
         keys, lengths = [*keys, "x", "x"], torch.cat([lengths, torch.zeros(6, dtype=torch.int64)])
+    elif change == "lengths for weights":
+        return KeyedJaggedTensor(keys, ids, lengths)
     elif change == "a plain tensor":
         return ids
     elif change == "nothing":
@@ -184,6 +186,7 @@ KEYED = {
     "lengths whose sum wraps around": ["'a'", "a length", "ids in all"],
     "another stride": ["lengths", "stride"],
     "too few offsets": ["lengths", "offsets"],
+    "lengths for weights": ["neither lengths nor offsets", "lengths="],
     "missing key": ["'c'", "missing"],
     "a key twice": ["keys must be unique", "'a'"],
     "an unread key twice": ["keys must be unique", "differ"],

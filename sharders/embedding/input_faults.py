@@ -26,6 +26,10 @@ class Kind(Enum):
     LENGTH_LARGE = "feature {feature!r} has a length {value}, but there are {expected} ids in all"
     LENGTH_SUM = "lengths sum to {value}, but there are {expected} ids; the two must be equal"
     LENGTH_DTYPE = "lengths and offsets must be int32 or int64; got {dtype}"
+    LENGTHS_MISSING = (
+        "it has neither lengths nor offsets; what comes third in KeyedJaggedTensor(keys, values, ...) are weights: "
+        "name lengths=..., or offsets=..."
+    )
     KEY_MISSING = "feature {feature!r} is missing from the batch, which has {value} keys"
     WEIGHTS_MISSING = "the module is weighted, but the batch has no weights"
     WEIGHTS_UNEXPECTED = "the batch has weights, which are for sum pooling only"

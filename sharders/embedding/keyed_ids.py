@@ -36,7 +36,10 @@ def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled:
             raise Fault(Kind.INPUT_TYPE)
     keys = features.keys()
     key_of = _places_of(tuple(keys), tuple(names))
-    lengths, values = features.lengths(), features.values()
+    try:
+        lengths, values = features.lengths(), features.values()
+    except AssertionError:  # all that TorchRec says
+        raise Fault(Kind.LENGTHS_MISSING) from None
     if lengths.dtype not in INTEGERS:
         raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(lengths.dtype))
     samples: tuple[int, ...] | None = None
