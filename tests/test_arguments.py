@@ -18,6 +18,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, to_unsharded
 from dmp.state.gather import full_state_dict
+from planner import ShardingPlanner
 from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import Net, batch, loss_of, mixed, wrap
@@ -33,6 +34,8 @@ from tests.wrapped_net import Net, batch, loss_of, mixed, wrap
         ({"data_parallel_wrapper": DDPWrapper}, ["class DDPWrapper", "DDPWrapper(...)"]),
         ({"data_parallel_wrapper": 7}, ["wrap(module, env, device, ignored)", "int"]),
         ({"data_parallel_wrapper": nn.parallel.DistributedDataParallel}, ["class DistributedDataParallel"]),
+        ({"planner": ShardingPlanner}, ["class planner", "ShardingPlanner()"]),
+        ({"planner": "fast"}, ["a planner", "str"]),
     ],
 )
 def test_refused_before_anything_is_changed(arguments: dict[str, Any], words: list[str]) -> None:

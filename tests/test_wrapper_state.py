@@ -99,6 +99,19 @@ def test_strict_raises_with_full_names_and_changes_nothing() -> None:
     assert issubclass(CheckpointError, RuntimeError)
 
 
+def test_one_prefix_more_or_less_is_said() -> None:
+    model, given = wrap(), Net(seed=9).state_dict()
+    with pytest.raises(CheckpointError, match=r"all names begin with 'module\.': give {k\.removeprefix"):
+        model.load_state_dict({f"module.{name}": value for name, value in given.items()})
+    with pytest.raises(CheckpointError, match=r"none of its names begins with '0\.': give {'0\.' \+ k"):
+        DistributedModelParallel(nn.Sequential(nn.Linear(2, 1))).load_state_dict(nn.Linear(2, 1).state_dict())
+    del given["out.weight"]
+    with pytest.raises(CheckpointError) as error:
+        model.load_state_dict({f"module.{name}": value for name, value in given.items()})
+    assert "removeprefix" not in str(error.value)
+    same_values(model, Net())
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

@@ -63,6 +63,7 @@ class Arguments:
         _check_device(self.device, self.init_parameters or self.init_data_parallel)
         _check_data_parallel_wrapper(self.wrapper)
         _check_trackers(self.trackers)
+        _check_planner(self.planner)
         _check_not_wrapped(self.module)
         _check_may_be_trained(self.module)
         _check_plain(self.module)
@@ -142,6 +143,14 @@ def _check_device(device: Any, needs_values: bool) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise ShardError(f"device={str(device)!r} is not to be had in this process: {error}") from error
+
+
+def _check_planner(planner: Any) -> None:
+    if planner is None or is_torchrecs(planner, "EmbeddingPlannerBase"):
+        return
+    if isinstance(planner, type) or not callable(getattr(planner, "collective_plan", None)):
+        got = f"the class {type_name(planner)}: call it" if isinstance(planner, type) else type_name(planner)
+        raise ShardError(f"expected a planner, as planner.ShardingPlanner() is one; got {got}")
 
 
 def _check_trackers(given: Any) -> None:

@@ -160,9 +160,26 @@ def _check(
     wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
     if (strict and (missing or unexpected)) or wrong:
         unknown = [f"missing keys: {missing}"] * bool(missing) + [f"unexpected keys: {unexpected}"] * bool(unexpected)
-        shown = "; ".join(unknown * strict + wrong)
+        shown = "; ".join((unknown + _of_prefix(missing, unexpected)) * strict + wrong)
         raise CheckpointError(f"state dict does not fit {type(made.module).__name__}: {shown}")
     return missing, unexpected
+
+
+def _of_prefix(missing: list[str], unexpected: list[str]) -> list[str]:
+    """What to do where one prefix more or less is all that names differ by, as of a model in DDP or a compiled one."""
+    for names, others, how in (
+        (
+            unexpected,
+            missing,
+            "all names begin with {0!r}: give {{k.removeprefix({0!r}): v for k, v in d.items()}}",
+        ),
+        (missing, unexpected, "none of its names begins with {0!r}: give {{{0!r} + k: v for k, v in d.items()}}"),
+    ):
+        for short in others:
+            prefix = names[0].removesuffix(short) if names and names[0].endswith("." + short) else ""
+            if prefix and {prefix + name for name in others} == set(names):
+                return [how.format(prefix)]
+    return []
 
 
 def _why_not_loaded(own: Any, given: Any) -> str:
