@@ -129,7 +129,8 @@ def parameter_lines(f: Figures, indices: Sequence[int], title: str = "parameter"
 def _dense(f: Figures) -> list[str]:
     if not f.dense:
         return []
-    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in f.bytes_by_kind.items() if size)
+    more = {"tables": " with buffers and optimizer state"}
+    kinds = ", ".join(f"{k} {shown_bytes(size)}{more.get(k, '')}" for k, size in f.bytes_by_kind.items() if size)
     lines = [""]
     if f.dense_seconds:
         taken = ", ".join(f"{what} {milliseconds(s)}" for what, s in f.dense_seconds.items() if s > 0)
