@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import dmp
-from dmp import CheckpointError, DistributedModelParallel, row_wise
+from dmp import CheckpointError, DistributedModelParallel, RanksError, row_wise
 from dmp.checkpoint.convert import convert
 from tests.ranks import run_ranks
 
@@ -54,6 +55,32 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dmp.latest("~/runs") == tmp_path / "home" / "runs" / "step-1"
     dmp.save_checkpoint("~step-2", nn.Linear(2, 1))  # nobody's home: a name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "~step-2"]
+
+
+def no_path_on_one() -> list[str]:
+    model, rank = DistributedModelParallel(nn.Linear(2, 1)), torch.distributed.get_rank()
+    calls: dict[str, Any] = {
+        "save": lambda: dmp.save_checkpoint("s3://bucket/a" if rank else "/tmp/nowhere/a", model),
+        "load": lambda: dmp.load_checkpoint(None if rank else "/tmp/nowhere/a", model),
+        "export": lambda: dmp.export_safetensors("s3://bucket/a" if rank else "/tmp/nowhere/a", model),
+    }
+    found = []
+    for call in calls.values():
+        begun = time.monotonic()
+        try:
+            call()
+            found.append("nothing")
+        except (CheckpointError, RanksError) as error:
+            found.append(str(error))
+        assert time.monotonic() - begun < 15
+    return found
+
+
+def test_one_rank_without_a_path_is_told_to_all() -> None:
+    """A rank that raised by itself left the others waiting until it had ended."""
+    others, here = run_ranks(2, no_path_on_one, timeout=60)
+    for words, theirs, own in zip(("s3:", "expected a path", "s3:"), others, here, strict=True):
+        assert words in theirs and words in own, (theirs, own)
 
 
 def saves_on_own_disks(folder: str, asynchronous: bool) -> list[str]:

@@ -30,7 +30,7 @@ from torch import nn
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.drifted import say_of_drift
-from dmp.checkpoint.place import place_of
+from dmp.checkpoint.place import place_on_all
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
@@ -83,7 +83,7 @@ def save_checkpoint(
         CheckpointError: on every rank, with what failed where.
         ShardError: it is called inside a forward or backward of the model, as by the handler of a signal.
     """
-    target = place_of(path, "save_checkpoint(path, model, ...)")
+    target = place_on_all(path, "save_checkpoint(path, model, ...)", lambda: common_env(model) or default_env())
     target = target.resolve() if target.name == ".." else target
     env = common_env(model) or default_env()
 
@@ -148,7 +148,7 @@ def load_checkpoint(
         CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
             unknown name, another shape or dtype. The model is unchanged then.
     """
-    source_path = place_of(path, "load_checkpoint(path, model, ...)")
+    source_path = place_on_all(path, "load_checkpoint(path, model, ...)", lambda: env_of(model))
     env = env_of(model)
     what, group = f"loading {source_path}", env.everyone
 

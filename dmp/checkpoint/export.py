@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp.checkpoint.place import place_of
+from dmp.checkpoint.place import place_on_all
 from dmp.checkpoint.restore import aliases
 from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.source import MODEL, Shapes
@@ -41,7 +41,7 @@ def export_safetensors(
         CheckpointError: on every rank: the package `safetensors` is missing, the folder holds weights already, a value
             that is no tensor, or what stopped the writing.
     """
-    target = place_of(path, "export_safetensors(path, model, ...)")
+    target = place_on_all(path, "export_safetensors(path, model, ...)", lambda: env_of(model))
     env = env_of(model)
     state = model.state_dict()
     say_of_half_a_step(model)

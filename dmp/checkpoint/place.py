@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
 from dmp.foreign import type_name
+from dmp.ranks import raise_on_all
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """With one slash, which is what `Path` leaves of two; a drive of Windows has one letter."""
@@ -33,3 +38,18 @@ def place_of(given: Any, call: str) -> Path:
         )
     path = Path(given)
     return path.expanduser().absolute() if path.parts[:1] == ("~",) else path.absolute()
+
+
+def place_on_all(given: Any, call: str, find_env: Callable[[], ShardingEnv]) -> Path:
+    """`place_of`, in a call that all ranks make: where one alone has no path, as where `latest` finds none on a host
+    that does not see the folder, the others hear of it instead of waiting.
+
+    Args:
+        find_env: that of the call; asked for where an error is to be told.
+    """
+    try:
+        return place_of(given, call)
+    except CheckpointError as error:
+        if isinstance(given, nn.Module):  # the model first, as `torch.save` has it: it is no rank's own mistake
+            raise
+        raise_on_all(error, find_env().everyone, call)
