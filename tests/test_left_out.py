@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, PlanError, ShardingEnv, row_wise, to_unsharded
 from tests.ranks import mesh, run_ranks
 
 
@@ -160,3 +161,30 @@ def test_what_was_done_to_a_collection_is_kept_and_said() -> None:
     for what, reason in reasons.items():
         assert on_first[what][0] and on_second[what][0], what
         assert "at 'ebc'" in on_first[what][1] and reason in on_first[what][1], (what, on_first[what])
+
+
+class Coded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding.from_pretrained(torch.arange(32).view(8, 4))
+        self.kept = nn.EmbeddingBag(32, 4, mode="sum")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.kept(self.codes(ids))  # type: ignore[no-any-return]
+
+
+def _coded() -> tuple[bool, str]:
+    env, ids, plan = ShardingEnv.from_mesh(mesh((2,), ("dp",))), torch.arange(8), {"kept.weight": row_wise()}
+    model = DistributedModelParallel(Coded(), env, plan=plan)
+    model(ids).sum().backward()
+    with pytest.raises(PlanError) as refused:
+        DistributedModelParallel(Coded(), env, plan=plan | {"codes.weight": row_wise()})
+    return torch.allclose(model(ids), to_unsharded(model)(ids)), str(refused.value)
+
+
+def test_a_table_of_whole_numbers_is_left_whole() -> None:
+    for is_equal, refused in run_ranks(2, _coded):
+        assert is_equal and "no sharder takes (its weight is of torch.int64)" in refused
+    assert any(
+        "'codes.weight'" in text and text.endswith("torch.int64") for _, text in run_ranks(2, said_of, Coded())[0]
+    )

@@ -24,6 +24,9 @@ def oddity(module: Any) -> str | None:
         return "mode='max'"
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized"
+    weight = getattr(module, "weight", None)
+    if weight is not None and not weight.is_floating_point():
+        return f"its weight is of {weight.dtype}"
     if not type(module).forward.__module__.startswith(("torch.", "torchrec.")):
         return f"{type(module).__name__} has a forward of its own"
     return "its forward was replaced" if "forward" in vars(module) else None

@@ -18,7 +18,10 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def is_plain(module: Any, kind: type[nn.Module]) -> bool:
     """Whether it is an `nn.EmbeddingBag` or `nn.Embedding` whose weight is only looked up."""
-    if "weight" not in module._parameters:  # it is computed at each call: a parametrization, weight norm
+    weight = module._parameters.get("weight")
+    if weight is None:  # it is computed at each call: a parametrization, weight norm
+        return False
+    if not weight.dtype.is_floating_point:  # codes, complex numbers: kernels and updates are of real ones
         return False
     is_own = not keeps_forward(module, kind)
     return not is_own and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -236,8 +236,8 @@ class _PlainSharder(TableSharder):
 
 
 class EmbeddingBagSharder(_PlainSharder):
-    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
-    stays with the data-parallel part, and so does a subclass with a forward of its own."""
+    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse`, max
+    pooling or numbers that are not real stays with the data-parallel part, as does a subclass with its own forward."""
 
     sharded_type = ShardedEmbeddingBag
     is_pooled = True
