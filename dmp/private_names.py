@@ -58,7 +58,7 @@ FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,
   `_training_state`, `_state_ctx`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient,
   what a unit waits for, what it gathers, and whether a backward pass has ended
-- `_pre_forward`, `_post_forward`: what is gathered with the root, called past the root's forward
+- `_pre_forward`, `_post_forward`, `_cast_forward_inputs`: what is gathered with the root, called past its forward
 - `_register_root_post_backward_final_callback`, `_root_post_backward_final_callback`: whether a pass came by, its end
 - `_all_gather_comm`, `_reduce_scatter_comm`, `_all_gather_process_group`,
   `torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather`,

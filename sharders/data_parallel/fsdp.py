@@ -195,7 +195,7 @@ class FSDPWrapper:
         explain_pieces(module, list(units.values()))
         free = _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None)
         module.register_forward_pre_hook(lambda *_: free(), prepend=True)
-        gather_outside(module, list(units.values()), free)
+        gather_outside(module, list(units.values()), free, _own_outputs)
         read_outside(module, free)
         reduce_unreached_chunks(module)
         keep_writes(module, env.group("replicate", "shard"))

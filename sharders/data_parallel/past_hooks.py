@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError, is_dtensor, join_name
-from sharders.data_parallel.fsdp_units import is_idle, units_of
+from sharders.data_parallel.fsdp_units import is_idle
 
 _TORCH = str(Path(torch.__file__).parent)
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -93,16 +93,20 @@ def _trained(path: str, module: nn.Module) -> list[str]:
     return [join_name(path, name) for name, p in own if p is not None and p.requires_grad and not is_dtensor(p)]
 
 
-def gather_outside(root: Any, units: Sequence[Any], before_forward: Callable[[], None]) -> None:
+def gather_outside(
+    root: Any, units: Sequence[Any], before_forward: Callable[[], None], after_forward: Callable[..., Any]
+) -> None:
     """Have modules with weights that are gathered with the root run past the root's forward; collective, as a forward.
 
-    A Hugging Face model's `generate` calls its encoder so. Without gradients alone: of a method that trains, FSDP2 has
-    to be told where it begins and ends. torch takes what is called first for the root: here it never is a unit.
+    A Hugging Face model's `generate` calls its encoder so; a loss of hidden states, as of its `get_text_features`, its
+    backbone. With gradients the root's weights stay whole until the backward pass has ended, as behind its forward.
+    torch takes what is called first for the root: here it never is a unit.
 
     Args:
         root: after `fully_shard`.
         units: the others that are gathered at once each.
         before_forward: what is done before each forward of the root.
+        after_forward: the hook behind each, before torch's own.
     """
     state, inside = root._get_fsdp_state(), {id(part) for unit in units for part in unit.modules()}
 
@@ -112,19 +116,20 @@ def gather_outside(root: Any, units: Sequence[Any], before_forward: Callable[[],
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not is_outside():
             return None
-        if torch.is_grad_enabled():
-            _refuse(module, root)
-            return None
         before_forward()
 
         def end(_: nn.Module, args: Any, output: Any) -> Any:
             handle.remove()
-            output = state._post_forward(root, args, output)
-            root.reshard()
+            own = after_forward(root, args, output)
+            output = state._post_forward(root, args, output if own is None else own)
+            if not torch.is_grad_enabled():
+                root.reshard()
             return output
 
         handle = module.register_forward_hook(end, always_call=True)
-        return state._pre_forward(root, args, kwargs)
+        # Without the inputs, at whose gradients torch would free what other calls, and reads between them, need.
+        state._pre_forward(root, (), {})
+        return state._cast_forward_inputs(args, kwargs)
 
     def begin_unit(*_: Any) -> None:
         if is_outside():
@@ -142,15 +147,6 @@ def gather_outside(root: Any, units: Sequence[Any], before_forward: Callable[[],
 
 def _pieces(module: nn.Module) -> list[bool]:
     return [is_dtensor(p) for p in module._parameters.values()]
-
-
-def _refuse(module: nn.Module, root: Any) -> None:
-    if not any(_pieces(module)) or not all(unit.is_sharded for unit in units_of([root])):
-        return
-    path = next((path for path, part in root.named_modules() if part is module), "")
-    raise ShardError(
-        f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: {PAST}"
-    )
 
 
 def _explained(root: nn.Module, units: Sequence[Any], error: RuntimeError) -> str:
