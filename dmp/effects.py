@@ -67,8 +67,8 @@ For the whole process, once
 - torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
   for; its reader of `torch.save` files refuses what its ranks would wait for, and its saves in the background have
   connections of their own, those without other ranks are made by all or none (dmp/state/torch_state_dict.py)
-- `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, where it is imported: what safetensors says of weights
-  that are split says what to do
+- `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, and Accelerate's `id_tensor_storage`, where they are
+  imported: what they say of weights that are split says what to do
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 - `sharders/embedding/torchrec_form.py: KeyedTensor.wait =`: scripts wait for what TorchRec's sharded collections give;

@@ -37,12 +37,14 @@ def saved(folder: str) -> None:
     """As Transformers' Trainer does it: `state_dict` and `save_file` on rank 0 alone, of dense weights alone."""
     import safetensors.torch
 
-    peft = types.ModuleType("peft.utils.other")  # which has taken the function by its name
-    vars(peft)["storage_ptr"], sys.modules[peft.__name__] = id, peft
+    takers = {"peft.utils.other": "storage_ptr", "accelerate.utils.other": "id_tensor_storage"}
+    for each, function in takers.items():  # which have taken the function, or another like it
+        vars(sys.modules.setdefault(each, types.ModuleType(each)))[function] = id
     env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
     model = DistributedModelParallel(nn.Sequential(nn.Linear(4, 2)), env)
-    with pytest.raises(ShardError, match=r"PEFT's save_pretrained\(path, state_dict=whole\) on rank 0"):
-        sys.modules.pop(peft.__name__).storage_ptr(model.state_dict()["0.weight"])
+    for each, function in takers.items():
+        with pytest.raises(ShardError, match=r"PEFT's save_pretrained\(path, state_dict=whole\) on rank 0"):
+            getattr(sys.modules.pop(each), function)(model.state_dict()["0.weight"])
     if env.rank == 0:
         with pytest.raises(ShardError, match=r"rank's chunks alone.*export_safetensors.*Trainer.*save_model"):
             safetensors.torch.save_file(dict(model.state_dict()), f"{folder}/alone")

@@ -256,7 +256,7 @@ def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
 
 
 live.at_first_wrap(give_chunks)
-for _module in ("safetensors.torch", "peft.utils.other"):
+for _module in ("safetensors.torch", "peft.utils.other", "accelerate.utils.other"):
     live.when_imported(_module, refuse_parts)
 for _module, _owner, _name, _around in (
     ("torchrec.optim.keyed", "KeyedOptimizer", "state_dict", keyed_give),

@@ -2,7 +2,7 @@
 
 They look for memory that tensors share, which a tensor of parts has none of: what came was "Attempted to access the
 data pointer on an invalid python storage". Transformers' Trainer calls them, on rank 0 alone, where nothing can be
-gathered, and so does PEFT: so it is told what to do instead.
+gathered, and so does PEFT; Accelerate looks for itself. They are told what to do instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def refuse_parts(safetensors: Any) -> None:
     """Have a safetensors file take whole tensors alone, in words.
 
     Args:
-        safetensors: `safetensors.torch`, or what has taken its function by name.
+        safetensors: `safetensors.torch`, or what has taken its function, or one like it, by name.
     """
-    if hasattr(safetensors, "storage_ptr"):  # another version says what it says
-        put_around(safetensors, "storage_ptr", _storage_ptr)
+    for name in ("storage_ptr", "id_tensor_storage"):
+        if hasattr(safetensors, name):  # another version says what it says
+            put_around(safetensors, name, _storage_ptr)
 
 
 def _storage_ptr(own: Callable[..., Any], tensor: Any) -> Any:
@@ -35,6 +36,7 @@ def _storage_ptr(own: Callable[..., Any], tensor: Any) -> Any:
             "everything. Transformers' Trainer writes on rank 0 alone: override its save_model(self, "
             "output_dir=None, _internal_call=False) with a call of export_safetensors(output_dir or "
             "self.args.output_dir, self.model), and have it save_only_model=True. PEFT's save_pretrained(path, "
-            "state_dict=whole) on rank 0 writes adapters alone, where whole = full_state_dict(model) on all ranks"
+            "state_dict=whole) on rank 0 writes adapters alone, where whole = full_state_dict(model) on all ranks. "
+            "Accelerate's save_model and save_state write what each rank has: not of such a model"
         )
     return own(tensor)
