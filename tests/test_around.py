@@ -192,6 +192,10 @@ def passed(names: tuple[str, ...]) -> Any:
     copied = copy.deepcopy(outer)
     assert copied.module.inner is not model and torch.equal(copied(batch(0, 0)), outer(batch(0, 0)))
     assert type(DistributedDataParallel(model).module) is DistributedModelParallel
+    if names == ("shard",):  # as by Trainer(model=model.module)
+        split = DistributedModelParallel(nn.Linear(2, 1), env)
+        with pytest.raises(ShardError, match=r"takes the wrapped model itself, as do .*Trainer\(model=model\)"):
+            DistributedDataParallel(split.module)
     assert type(DistributedDataParallel(nn.Linear(2, 1))) is DistributedDataParallel
     assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
     return full_state_dict(outer)

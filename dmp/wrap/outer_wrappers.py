@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmp.errors import ShardError
 from dmp.names import join_name
+from dmp.places import is_dtensor
 from dmp.put_around import put_around
 from dmp.wrap import live_models as live
 from dmp.wrap.skeleton import all_tensors
@@ -149,6 +150,11 @@ def guard_ddp() -> None:
 def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
     is_asked = live.models and isinstance(module, nn.Module)
     inside = [(path, m) for path, m in module.named_modules() if m in live.models] if is_asked else []
+    if is_asked and any(m.module is module for m in live.models) and any(map(is_dtensor, module.parameters())):
+        raise ShardError(
+            "a DistributedDataParallel around model.module, whose weights are split over the ranks: it takes the "
+            "wrapped model itself, as do Accelerate's prepare(model) and transformers' Trainer(model=model)"
+        )
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) if inside else set()
     names.update(join_name(path, name) for path, m in inside for name, _ in all_tensors(m))
     if inside and not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
