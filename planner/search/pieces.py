@@ -98,7 +98,8 @@ class Pieces:
         potential, placement = self.potential, self.placement
         here, there = np.array([p.block for p in mine]), np.array([p.block for p in others])
         comes, goes = self._on_ranks(others, size), self._on_ranks(mine, size)
-        change = (comes[None] - goes[:, None]) / potential.scale  # what comes here
+        change = comes[None] - goes[:, None]  # what comes here
+        change /= potential.scale
         gains = np.zeros(change.shape[:2])
         span = self.problem.span
         for phase in np.flatnonzero(span > size).tolist():
@@ -110,8 +111,8 @@ class Pieces:
             at = (blocks[:, None] * size + ranks).ravel()
             x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
             before = (powered(x, potential.power) @ weight).sum(1)
-            after = x[of] + sign * change
-            gains += (powered(after, potential.power) @ weight).sum(2) - before[of]
+            after = x[of] + change if sign > 0 else x[of] - change
+            gains += (powered(after, potential.power, after) @ weight).sum(2) - before[of]
             room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size)
             room = room if change.shape[2] > 1 else room.min(1, keepdims=True)
             gains[(sign * change[..., -1] * potential.scale[-1] > room[of]).any(2)] = np.inf

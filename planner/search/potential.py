@@ -23,10 +23,10 @@ ALL_IN_SCOPE = 256
 _GROUPS = 12
 
 
-def powered(x: Array, power: int) -> Array:
-    """x ** power for a power of two."""
+def powered(x: Array, power: int, out: Array | None = None) -> Array:
+    """x ** power for a power of two; `out` may be x itself."""
     if power > 1:
-        x = x * x
+        x = np.multiply(x, x, out=out)
     while power > 2:
         np.multiply(x, x, out=x)
         power //= 2
