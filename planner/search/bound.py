@@ -106,6 +106,9 @@ class Tree:
     Args:
         problem: of which no plan is better than the nodes say.
         upper: as of `lower_bound`.
+
+    Attributes:
+        work: programmes solved so far.
     """
 
     def __init__(self, problem: Problem, upper: float) -> None:
@@ -118,7 +121,7 @@ class Tree:
             _longest(problem, self._frame, self._root) if self._root and len(self._root.rows) else (None, 0.0)
         )
         self._heap: list[tuple[float, int, Node]] = []
-        self._number, self._work = 0, 0.0
+        self._number, self.work = 0, 0.0
         self._risen, self._since = -np.inf, 0.0
         if self._longest[0] is not None and self._root and (settled := settle(self._frame, self._root)) is not None:
             self._heap.append((settled.value, 0, settled))
@@ -155,16 +158,16 @@ class Tree:
             value, _, node = heap[0]
             told(value)
             if value > self._risen + _PROGRESS * abs(value):
-                self._risen, self._since = value, self._work
+                self._risen, self._since = value, self.work
             is_close = value >= frame.upper * (1 - _CLOSE)
-            if is_close or self._work - self._since > _VAIN or is_enough(self._work):
+            if is_close or self.work - self._since > _VAIN or is_enough(self.work):
                 return node
             parts = split(frame, node)
             if not parts:
                 return node
             heapq.heappop(heap)
             for part in parts:
-                self._work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)), len(part.rows) / _MANY)
+                self.work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)), len(part.rows) / _MANY)
                 settled = settle(frame, part)
                 if settled is not None:
                     self._number += 1

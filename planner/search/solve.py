@@ -36,7 +36,9 @@ _WORK = 740e3
 _MORE, _MOST = 130e3, 200e3
 """and so much more for few items, whose options are soon made, and for very few;"""
 _OPTIONS = 130.0
-"""and so much less for each of more than few, whose options take time to be made."""
+"""and so much less for each of more than few, whose options take time to be made;"""
+_UNUSED = 5.2e3
+"""and so much more on many ranks for each programme that the bound had no use for."""
 _BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
 _FEW = 650
@@ -123,7 +125,8 @@ def search(
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
                 work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
-            is_cut = compete(problem, cuts, best, effort * (_WORK + _more(problem)) - work, out_of_time) or is_cut
+            most = effort * (_WORK + _more(problem) + _unused(problem, tree))
+            is_cut = compete(problem, cuts, best, most - work, out_of_time) or is_cut
             more = effort * (_PROGRAMMES if len(problem.item_class) <= _FEW else PROGRAMMES)
             if more > PROGRAMMES and not best.is_enough:  # a better placement is known: less is to be looked at
                 bound = tree.grown(best.seconds, out_of_time, lambda value: told(best.seconds, value), more)
@@ -180,6 +183,12 @@ def _more(problem: Problem) -> float:
     """Work that there is time for besides, as options are soon made, or that there is none for."""
     number = len(problem.item_class)
     return _MOST if number <= SHAKEN else _MORE if number <= _FEW else -_OPTIONS * (number - _FEW)
+
+
+def _unused(problem: Problem, tree: Tree) -> float:
+    """Work that the bound leaves, where there are hosts: placements on many ranks are better with every step."""
+    is_many = can_pack(problem, ranks_together(problem), SOME_HOSTS)
+    return _UNUSED * max(0.0, PROGRAMMES - tree.work) if is_many else 0.0
 
 
 def _hosts(problem: Problem) -> int:
