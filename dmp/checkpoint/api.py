@@ -39,7 +39,7 @@ from dmp.checkpoint.save import Save, collect
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
-from dmp.env import default_env
+from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
@@ -83,9 +83,9 @@ def save_checkpoint(
         CheckpointError: on every rank, with what failed where.
         ShardError: it is called inside a forward or backward of the model, as by the handler of a signal.
     """
-    target = place_on_all(path, "save_checkpoint(path, model, ...)", lambda: common_env(model) or default_env())
+    target = place_on_all(path, "save_checkpoint(path, model, ...)", model, _env_of_save)
     target = target.resolve() if target.name == ".." else target
-    env = common_env(model) or default_env()
+    env = _env_of_save(model)
 
     def collected() -> Content:
         """Nothing is written yet: what is wrong is raised on all ranks."""
@@ -104,6 +104,10 @@ def save_checkpoint(
         say_of_half_a_step(model)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()
+
+
+def _env_of_save(model: nn.Module) -> ShardingEnv:
+    return common_env(model) or default_env()
 
 
 @alone("load_checkpoint", at_rest=True)
@@ -148,7 +152,7 @@ def load_checkpoint(
         CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
             unknown name, another shape or dtype. The model is unchanged then.
     """
-    source_path = place_on_all(path, "load_checkpoint(path, model, ...)", lambda: env_of(model))
+    source_path = place_on_all(path, "load_checkpoint(path, model, ...)", model, env_of)
     env = env_of(model)
     what, group = f"loading {source_path}", env.everyone
 

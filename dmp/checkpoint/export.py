@@ -41,7 +41,7 @@ def export_safetensors(
         CheckpointError: on every rank: the package `safetensors` is missing, the folder holds weights already, a value
             that is no tensor, or what stopped the writing.
     """
-    target = place_on_all(path, "export_safetensors(path, model, ...)", lambda: env_of(model))
+    target = place_on_all(path, "export_safetensors(path, model, ...)", model, env_of)
     env = env_of(model)
     state = model.state_dict()
     say_of_half_a_step(model)

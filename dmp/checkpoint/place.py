@@ -40,16 +40,16 @@ def place_of(given: Any, call: str) -> Path:
     return path.expanduser().absolute() if path.parts[:1] == ("~",) else path.absolute()
 
 
-def place_on_all(given: Any, call: str, find_env: Callable[[], ShardingEnv]) -> Path:
+def place_on_all(given: Any, call: str, model: Any, find_env: Callable[[Any], ShardingEnv]) -> Path:
     """`place_of`, in a call that all ranks make: where one alone has no path, as where `latest` finds none on a host
     that does not see the folder, the others hear of it instead of waiting.
 
     Args:
-        find_env: that of the call; asked for where an error is to be told.
+        find_env: that of the call, for its model; asked for where an error is to be told.
     """
     try:
         return place_of(given, call)
     except CheckpointError as error:
-        if isinstance(given, nn.Module):  # the model first, as `torch.save` has it: it is no rank's own mistake
+        if not isinstance(model, nn.Module):  # they come in another order, as `torch.save` has them: on all ranks
             raise
-        raise_on_all(error, find_env().everyone, call)
+        raise_on_all(error, find_env(model).everyone, call)

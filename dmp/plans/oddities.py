@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def why_no_table(module: Any) -> str:
     """What of a module of a kind that is sharded no sharder runs."""
@@ -25,7 +27,7 @@ def oddity(module: Any) -> str | None:
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized"
     weight = getattr(module, "weight", None)
-    if weight is not None and not weight.is_floating_point():
+    if isinstance(weight, torch.Tensor) and not weight.is_floating_point():
         return f"its weight is of {weight.dtype}"
     if not type(module).forward.__module__.startswith(("torch.", "torchrec.")):
         return f"{type(module).__name__} has a forward of its own"

@@ -149,5 +149,5 @@ def _told(whole: torch.Tensor) -> list[int]:
     row, start = (each * bits.element_size() for each in (bits.shape[1], bits.storage_offset()))
     words = (bits if start % 8 == 0 else bits.clone()).view(_WORDS[gcd(8, row)])
     sums = (words.sum(dim) for dim in (0, 1))
-    places = (each.dot(torch.arange(1, 2 * len(each) + 1, 2, device=each.device)) for each in sums)
+    places = ((each * torch.arange(1, 2 * len(each) + 1, 2, device=each.device)).sum() for each in sums)
     return torch.stack([*places]).tolist()
