@@ -21,12 +21,6 @@ from sharders.data_parallel.fsdp_units import is_idle
 
 _TORCH = str(Path(torch.__file__).parent)
 MIXED = "got mixed torch.Tensor and DTensor"
-PAST = (
-    "call the wrapped model; or call it under torch.no_grad(); or, of a method of the model that calls it, on all "
-    "ranks, tell FSDP2 once after wrapping: "
-    "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
-)
-"""What to do about what is run past the forward."""
 
 
 def gather_by_forward(unit: Any) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from dmp import ShardError, is_dtensor, ranks
 from sharders.data_parallel.fsdp_units import is_idle
-from sharders.data_parallel.past_hooks import MIXED, PAST
+from sharders.data_parallel.past_hooks import MIXED
 
 _VALUES = frozenset(
     ("item", "tolist", "numpy", "__array__", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
@@ -30,6 +30,12 @@ _VALUES = frozenset(
 
 _REFUSED = (MIXED, "Cannot set version_counter for inference tensor")
 """What torch says of a piece beside a plain tensor, and of a view of a piece in inference mode."""
+
+_ADVICE = (
+    "call the wrapped model; or call it under torch.no_grad(); or, of a method of the model that calls it, on all "
+    "ranks, tell FSDP2 once after wrapping: "
+    "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
+)
 
 
 def read_outside(root: Any, before_forward: Callable[[], None]) -> None:
@@ -88,7 +94,7 @@ class _Whole(TorchFunctionMode):
                 raise
             if torch.is_grad_enabled():
                 raise ShardError(
-                    f"{self.method} reads a weight past the forward, in which it is gathered: {PAST}"
+                    f"{self.method} reads a weight past the forward, in which it is gathered: {_ADVICE}"
                 ) from error
             name = func.__name__
             written = int(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
