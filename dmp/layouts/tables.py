@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dmp.errors import ShardError
 from dmp.layouts import integers
 from dmp.layouts.layout import Layout, known_in_json
-from dmp.layouts.shard import Shard, check_cover
+from dmp.layouts.shard import Shard, check_cover, known_shard
 from dmp.read_values import shown
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def table_wise(rank: int) -> Layout:
 
 
 def _table_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], rank: int) -> list[Shard]:
-    return [Shard((0,) * len(shape), shape, rank)]
+    return [known_shard((0,) * len(shape), shape, rank)]
 
 
 def row_wise(ranks: Sequence[int] | None = None) -> Layout:
@@ -83,8 +83,9 @@ def _row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], ranks: tuple
     _need_dims("row_wise", shape, 1)
     blocks = row_blocks(shape[0], len(ranks))
     rest = shape[1:]
+    first = (0,) * len(rest)
     return [
-        Shard((start, *(0 for _ in rest)), (rows, *rest), rank)
+        known_shard((start, *first), (rows, *rest), rank)
         for (start, rows), rank in zip(blocks, ranks, strict=True)
         if rows
     ]
@@ -105,7 +106,7 @@ def _column_wise(
 ) -> list[Shard]:
     _need_dims("column_wise", shape, 2)
     return [
-        Shard((0, start, *(0 for _ in shape[2:])), (shape[0], width, *shape[2:]), rank)
+        known_shard((0, start, *(0 for _ in shape[2:])), (shape[0], width, *shape[2:]), rank)
         for (start, width), rank in zip(_column_blocks(shape[1], len(ranks), widths), ranks, strict=True)
     ]
 
@@ -156,7 +157,7 @@ def _grid(
     _need_dims("grid", shape, 2)
     columns = _column_blocks(shape[1], len(ranks[0]), widths)
     return [
-        Shard((row, column), (rows, width), ranks[i][j])
+        known_shard((row, column), (rows, width), ranks[i][j])
         for i, (row, rows) in enumerate(row_blocks(shape[0], len(ranks)))
         for j, (column, width) in enumerate(columns)
         if rows
@@ -190,7 +191,8 @@ def data_parallel() -> Layout:
 
 
 def _data_parallel(shape: tuple[int, ...], table_shape: tuple[int, ...]) -> list[Shard]:
-    return [Shard((0,) * len(shape), shape, rank) for rank in range(prod(table_shape))]
+    first = (0,) * len(shape)
+    return [known_shard(first, shape, rank) for rank in range(prod(table_shape))]
 
 
 known_in_json(table_wise, row_wise, column_wise, table_row_wise, grid, rectangles, data_parallel)
@@ -200,11 +202,13 @@ _RECTANGLES: dict[str, Callable[..., list[Shard]]] = {cut.__name__[1:]: cut for 
 
 @lru_cache(maxsize=4096)
 def _resolve(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    if layout.name in _RANKS_OF_ROWS and all(shape):
-        _check_rows(layout, shape, table_shape)  # blocks of rows and columns cover as they are made
-        return tuple(_RECTANGLES[layout.name](shape, table_shape, **dict(layout.args)))
+    of_rows = layout.name in _RANKS_OF_ROWS
+    covers = all(shape) and (of_rows or layout.is_copied)  # as they are made, blocks and copies
+    if covers and of_rows:
+        _check_rows(layout, shape, table_shape)
     shards = tuple(_RECTANGLES[layout.name](shape, table_shape, **dict(layout.args)))
-    check_cover(shards, shape, prod(table_shape))
+    if not covers:
+        check_cover(shards, shape, prod(table_shape))
     return shards
 
 
