@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmp import (
     DistributedModelParallel,
@@ -24,9 +26,9 @@ from dmp import (
     row_wise,
     table_wise,
 )
-from dmp.chunked import as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.wrap.agreement import checksum, sync_from_first_rank
-from dmp.wrap.initial_values import BLOCK_ELEMENTS
+from dmp.wrap.initial_values import BLOCK_COLUMNS, BLOCK_ELEMENTS, fill_chunks
 from tests.equality import env_of, make_module, random_rectangles
 from tests.ranks import run_ranks
 
@@ -147,6 +149,34 @@ def test_values_are_what_the_modules_say(reference: dict[str, torch.Tensor]) -> 
     other = whole_values(6)
     assert not torch.equal(other["over.weight"], reference["over.weight"])
     assert not torch.equal(other["bag.weight"], reference["bag.weight"])
+
+
+class _Drawn(TorchDispatchMode):
+    """Elements that are drawn in it."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += args[0].numel() if func is torch.ops.aten.uniform_.default else 0
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_holds_columns_draws_these_alone() -> None:
+    """As TorchRec's own initial values are; an init_fn of a user's gets whole rows, of which one holds a part."""
+    size, width, seen = (300, 4 * BLOCK_COLUMNS), BLOCK_COLUMNS, []
+
+    def of_a_user(rows: torch.Tensor) -> None:
+        seen.append(rows.shape[1])
+        rows.uniform_(-0.1, 0.1)
+
+    for init_fn in (partial(nn.init.uniform_, a=-0.1, b=0.1), of_a_user):
+        whole, part = torch.empty(size), torch.empty(size[0], width)
+        fill_chunks(ChunkedTensor(size, [whole], [(0, 0)], whole.dtype, whole.device), init_fn, "t", 1)
+        with _Drawn() as drawn:
+            fill_chunks(ChunkedTensor(size, [part], [(0, width)], part.dtype, part.device), init_fn, "t", 1)
+        assert torch.equal(part, whole[:, width : 2 * width]) and part.unique().numel() > 1000
+        assert drawn.number == (part.numel() if init_fn is not of_a_user else whole.numel())
+    assert set(seen) == {size[1]}
 
 
 def test_names_decide() -> None:

@@ -3,7 +3,8 @@
 [Note: initial values]
 A parameter is filled in blocks, rectangles by a fixed rule of its shape, each from a generator state made of (seed,
 name, block), so a rank makes only the blocks that it holds and every plan gives the same values. How it is cut:
-- A table: blocks of whole rows, for that is what an `init_fn` is promised.
+- A table: blocks of whole rows, for that is what an `init_fn` is promised; of few columns where it is one of torch's
+  that draw each element from one distribution, as TorchRec's default is, so that who holds columns draws these alone.
 - `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag` with torch's own initial values, where each element is drawn from
   one distribution: small tiles, so that ranks which hold columns, or few rows, do not draw what others hold.
 - The same with a model's `_init_weights(module)`, which may look at a row: blocks of whole rows.
@@ -35,7 +36,8 @@ from dmp.plans.kept_places import kept_beside
 from dmp.ranks import gather_words
 from dmp.wrap.initial_rules import TOGETHER_ELEMENTS, Rules, set_seed
 
-BLOCK_ELEMENTS = 1 << 20  # of whole rows: an init_fn costs some 50 us each time
+BLOCK_ELEMENTS = 1 << 20  # of a table: an init_fn costs some 50 us each time
+BLOCK_COLUMNS = 64  # or all, as an init_fn takes them; rows of fewer are made as quickly as they were
 # Of a tile. Smaller ones cost more for seeding (5 us) and copying, larger ones more for elements that others hold.
 TILE_ROWS, TILE_COLUMNS = 32, 1024
 
@@ -52,10 +54,11 @@ def own_random_numbers() -> AbstractContextManager[None]:
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
-    """Fill the local chunks of a table by `init_fn` on blocks of whole rows; holds one block at a time."""
-    rows, *rest = target.shape
-    row = target.numel() // max(1, rows)
-    _fill_blocks(target, (max(1, BLOCK_ELEMENTS // max(1, row)), *rest), init_fn, name, seed)
+    """Fill the local chunks of a table by `init_fn` on blocks; holds one at a time."""
+    rest = list(target.shape[1:])
+    if len(rest) == 1 and getattr(init_fn, "func", init_fn) in _OF_ELEMENTS:
+        rest = [min(rest[0], BLOCK_COLUMNS)]
+    _fill_blocks(target, (max(1, BLOCK_ELEMENTS // max(1, prod(rest))), *rest), init_fn, name, seed)
 
 
 def _fill_tiles(target: ChunkedTensor, draw: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
@@ -162,6 +165,14 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _BY_BLOCKS: dict[type[nn.Module], Callable[[Any], Callable[[torch.Tensor], Any]]] = {
     nn.Linear: _uniform,
     **dict.fromkeys(_TABLES, lambda owner: torch.Tensor.normal_),
+}
+_OF_ELEMENTS = {
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.trunc_normal_,
+    nn.init.constant_,
+    nn.init.zeros_,
+    nn.init.ones_,
 }
 
 
