@@ -97,7 +97,7 @@ def _own_segment(group: dist.ProcessGroup, switch: str) -> tuple[Segment | None,
     if switch == "0":
         return None, -1, f"{SWITCH}=0"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return None, -1, "it is made for Linux and Python 3.9"
+        return None, -1, "it is made of what Linux alone has"
     if platform.machine() != "x86_64" or sys.maxsize < 1 << 40:
         return None, -1, f"it needs a processor that keeps the order of stores, x86-64; this is {platform.machine()}"
     num_ranks = dist.get_world_size(group)
