@@ -29,7 +29,7 @@ def topology(env: ShardingEnv, memory: float) -> Topology:
 MESHES = [((4,), ("dp",)), ((8,), ("shard",)), ((2, 4), ("replicate", "shard")), ((2, 2), ("shard", "tp"))]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("shape", "names"), MESHES)
 @pytest.mark.parametrize("optimizer", ["adagrad", None])
 def test_it_fits_and_a_larger_one_does_not(
@@ -52,12 +52,13 @@ def test_it_fits_and_a_larger_one_does_not(
     again = planned(largest, plan)
     assert not any("would fit" in note for note in again.notes)
     assert again.largest_batch == 0 or again.largest_batch <= 1.02 * largest
-    try:
-        more = planned(int(1.05 * largest), plan)
-    except PlanError:
-        pass
+    if optimizer is None:  # beside it Adam has no room
+        notes = planned(int(1.05 * largest), plan).notes
+        assert any("need about" in note or "no plan has room" in note for note in notes), largest
     else:
-        assert any("need about" in note or "no plan has room" in note for note in more.notes), largest
+        with pytest.raises(PlanError) as error:
+            planned(int(1.05 * largest), plan)
+        assert error.value.bytes_short, largest
     assert f"a batch of up to {largest:,} on each rank fits" in str(planner.report)
     assert PlanReport.from_json(planner.report.to_json()).largest_batch == largest  # type: ignore[union-attr]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,10 @@ def test_few_hosts_or_ranks_that_are_minded_are_packed_otherwise() -> None:
 
 
 def test_memory_that_no_host_has_is_no_placement() -> None:
-    p = drawn(3, 60, 1024, (1, 2, 4), 12, 1e-6, 8)
-    assert all(pack_hosts(p, Cuts.of(p), start, 8)[0] is None for start in starts(p, Cuts.of(p)))
+    p = drawn(3, 60, 1024, (1, 2, 4), 12, 1e9, 8)
+    cuts = Cuts.of(p)
+    found = [pack_hosts(replace(p, capacity=p.capacity * part), cuts, starts(p, cuts)[0], 8)[0] for part in (1, 1e-12)]
+    assert found[0] is not None and found[1] is None
 
 
 def test_one_start_is_packed_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
