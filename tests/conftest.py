@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # its workers run the tests; torch takes seconds to import
     import torch
 
+    gc.disable()  # until all is there: a third of what importing three hundred files takes
     torch.set_num_threads(1)
     torch.set_warn_always(True)  # else the first test to meet a warning hides it from the others
 
@@ -70,6 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.collect()
     gc.freeze()  # what was imported stays: no collection need look at it
 

@@ -14,6 +14,8 @@ from typing import Any
 _LRU = type(functools.lru_cache(repr))
 _unfrozen = gc.get_objects
 _function_caches = weakref.WeakSet(x for x in _unfrozen() if type(x) is _LRU)
+gc.enable()  # see tests/importing.py
+gc.collect()
 
 
 def freeze() -> None:

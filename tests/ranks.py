@@ -268,7 +268,7 @@ def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Tests that are collected are called: each rank would import each of their files, and look through it for garbage.
     tests = [name for name in sys.modules if name.startswith("tests.") and name != "tests.conftest"]
-    context.set_forkserver_preload([*_PRELOAD, "tests.ranks", *tests, "tests.imported"])
+    context.set_forkserver_preload(["tests.importing", *_PRELOAD, "tests.ranks", *tests, "tests.imported"])
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
