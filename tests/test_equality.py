@@ -20,7 +20,15 @@ _SLOW_KINDS = {
 }
 
 
-_THINNED = {"dp4", "host2xlocal2", "replicate2", "replicate2xshard2"}  # a third of the product; whole if slow
+_THINNED = {
+    "single",
+    "dp1",
+    "dp2",
+    "dp4",
+    "host2xlocal2",
+    "replicate2",
+    "replicate2xshard2",
+}  # a third of the product; whole if slow
 
 
 def _cases() -> list[object]:
