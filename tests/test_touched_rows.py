@@ -160,3 +160,22 @@ def test_what_goes_beside_other_gradients_is_counted_over_all_ranks() -> None:
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     half = Touched(1 << 19, 7 << 19)
     assert are_fewer(placement, [half] * 2, True, 4) and not are_fewer(placement, [half] * 4, True, 4)
+
+
+def _clamped() -> torch.Tensor:
+    """What a row has lost to 16 bags on two ranks, each of which wants 3 / 2 of it."""
+    config = EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    env, module = env_of("dp2"), EmbeddingBagCollection([config])
+    attach(module, "sgd")
+    model = dmp.DistributedModelParallel(module, env=env, plan={"embedding_bags.t.weight": data_parallel()})
+    group = model.fused_optimizer.param_groups[0]
+    group |= {"gradient_clipping": True, "max_gradient": 1.0}
+    before = dmp.full_state_dict(model)["embedding_bags.t.weight"].clone()
+    ids = KeyedJaggedTensor(["f"], torch.zeros(8, dtype=torch.int64), lengths=torch.ones(8, dtype=torch.int64))
+    (3 * model(ids).values()).sum().backward()
+    return (before - dmp.full_state_dict(model)["embedding_bags.t.weight"])[0] / group["lr"]
+
+
+def test_gradients_of_copied_tables_are_clamped_before_they_are_summed() -> None:
+    for change in run_ranks(2, _clamped):
+        assert torch.allclose(change, torch.full((4,), 16.0))
