@@ -99,7 +99,8 @@ def test_flops_and_activations_are_those_of_a_run(name: str, frozen: bool) -> No
     unseen = 0 if name in ("bert", "mlp") else 3 * blocks * 4 * B * T * T * 128  # the CPU's fused attention
     first = {"mlp": 2 * B * 64 * 256, "encoder": 2 * B * T * 128 * 384}.get(name, 0)  # a batch needs no gradient
     assert flops - unseen - first == pytest.approx(counted.get_total_flops(), rel=0.001)
-    assert frozen or 0.5 < dense.training_bytes["activations"] / kept < 2
+    most = {"encoder": 1.5, "mlp": 2.0}.get(name, 1.2)
+    assert frozen or 0.8 < dense.training_bytes["activations"] / kept < most
 
 
 def test_a_mixtures_experts_are_met_by_some_tokens() -> None:
