@@ -141,9 +141,11 @@ def test_what_a_rank_has_is_compared_on_meshes_of_any_form() -> None:
     assert are_cut_otherwise((8, 4), data_parallel(), flat, row_wise(), flat) is True
 
 
-def said_of(layout: Layout, is_apart: bool, is_frozen: bool, is_copy: bool) -> list[str]:
+def said_of(layout: Layout, is_apart: bool, is_frozen: bool, is_copy: bool, rows_more: int = 0) -> list[str]:
     """Of row-wise tables, and others that are cut by `layout`, in a model of their own or in the same."""
     env, said, module = ShardingEnv.from_mesh(mesh((2,), ("dp",))), list[str](), Taught(16)
+    if rows_more:
+        module.teacher = Taught(16 + rows_more).teacher
     module.teacher.requires_grad_(not is_frozen)
     if not is_copy:
         nn.init.normal_(module.teacher[0].weight)  # type: ignore[arg-type]
@@ -173,4 +175,5 @@ def test_a_copy_that_a_plan_cuts_otherwise_is_named(is_apart: bool) -> None:
         assert not others and f"is frozen and {layout}" in text and "is row_wise(): what takes the two" in text
     for case in ((row_wise([0, 1]), is_apart, True, True), (table_wise(1), is_apart, False, True)):
         assert run_ranks(2, said_of, *case) == [[], []]
-    assert is_apart or run_ranks(2, said_of, table_wise(1), False, True, False) == [[], []]
+    # Neither of other values, nor, in models of their own, of another shape under the same name.
+    assert run_ranks(2, said_of, table_wise(1), is_apart, True, is_apart, 2 * is_apart) == [[], []]
