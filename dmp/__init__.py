@@ -17,6 +17,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `foreign`: objects of whatever class: how errors name it, whether it is TorchRec's, what an attribute holds
 - `put_around`: how a function of another package is stood in for
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
+- `bits`: a number of a tensor's bits, to compare what ranks have
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `random_numbers`: the generators that code draws from without being given one
@@ -30,6 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dmp import ranks
+from dmp.bits import checksum
 from dmp.calls import Calls
 from dmp.checkpoint.api import load_checkpoint, save_checkpoint
 from dmp.checkpoint.export import export_safetensors
@@ -136,6 +138,7 @@ __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "
 __all__ += [
     "RandomNumbers",
     "attribute_of",
+    "checksum",
     "is_torchrecs",
     "random_numbers_kept",
     "sharding_types",

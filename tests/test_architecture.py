@@ -119,6 +119,8 @@ PUBLIC = {
         # generators of random numbers
         "RandomNumbers",
         "random_numbers_kept",
+        # whether two have the same bits
+        "checksum",
         "sharding_types",
         "type_name",
         # many objects made that stay

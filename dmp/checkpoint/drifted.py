@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from dmp.bits import checksum
 from dmp.checkpoint.sources.source import MODEL
 from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
 from dmp.ranks import compare_facts, say_once
 from dmp.state.find_wrapped import joint_plan
-from dmp.wrap.agreement import checksum
 
 
 def say_of_drift(model: nn.Module, tensors: Mapping[str, ChunkedTensor], env: ShardingEnv) -> None:

@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dmp.bits import checksum
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.ranks import compare_facts, fail_together
 from dmp.wrap.skeleton import all_tensors
 
-# Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
-# are no faster) and a prime number of columns, which no usual row length is a multiple of.
-_BLOCK_ROWS, _COLUMNS = 16, 1021
 _MESSAGE = 1 << 22  # elements that travel at once
 _WRAPPING = "wrapping a model"
 T = TypeVar("T")
@@ -105,40 +103,6 @@ def _checksum_of(name: str, tensor: torch.Tensor) -> int:
             "quantised (torchao's quantize_) do not: they can be neither split nor kept the same on all ranks. Wrap "
             "the model before that, and quantise dmp.to_unsharded(model) when it is trained"
         ) from error
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum of the tensor's bits that depends on their places, on any device."""
-    if tensor.layout != torch.strided:
-        return _wrapped(sum((2 * i + 1) * checksum(part) for i, part in enumerate(_parts(tensor))))
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
-        bits = bits.clone()
-    words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # these need no widening to be summed
-    whole = words.numel() // (_BLOCK_ROWS * _COLUMNS) * (_BLOCK_ROWS * _COLUMNS)
-    sums = words[:whole].view(-1, _BLOCK_ROWS, _COLUMNS).sum(1).view(-1)  # the one pass over the data
-    total = bits.numel()
-    for i, some in enumerate((sums, words[whole:], bits[8 * words.numel() :])):
-        if some.numel():
-            # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
-            first = (1 << 40) * i + 1
-            odd = torch.arange(first, first + 2 * some.numel(), 2, device=bits.device)
-            total += int((some * odd).sum())
-    return _wrapped(total)
-
-
-def _wrapped(total: int) -> int:
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Of a sparse one, which may be far too large to be held whole (a graph's adjacency): where, and what."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    names = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
-    return [*(getattr(tensor, name)() for name in names), tensor.values()]
 
 
 def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from dmp.bits import checksum
 from dmp.calls import Calls
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.dtensor_pieces import ONE_RANKS, is_of_another_rank
@@ -16,7 +17,6 @@ from dmp.errors import CheckpointError, DmpError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.ranks import results_of_all
-from dmp.wrap.agreement import checksum
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.skeleton import all_tensors
 from dmp.wrap.taken import Times, compare_times, times_of

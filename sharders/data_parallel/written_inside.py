@@ -10,20 +10,17 @@ and again before they are freed. So the first few times, and now and then later.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dmp import ShardError, ranks
+from dmp import ShardError, checksum, ranks
 from sharders.data_parallel.fsdp_units import OfWeights, be_too, weights_below
 
 _FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
 """Looks at the values: the first so many times that a weight is gathered, and every so many times after these; on
 accelerators, which a program waits for then, more rarely."""
-
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 _HOW = "write into it under torch.no_grad(), by p.copy_(...), p.mul_(...) and their like"
 
@@ -42,7 +39,7 @@ def keep_writes(module: Any, group: dist.ProcessGroup | None) -> None:
 class _Keeping(OfWeights):  # type: ignore[misc]
     gathered_at: tuple[int, int] | None = None  # versions of the whole and of the chunk, while there is a whole
     written_by: dist.ProcessGroup | None
-    told: list[int] | None = None  # of the whole's values when it was gathered, where they are looked at
+    told: int | None = None  # of the whole's values when it was gathered, where they are looked at
     is_through_data = False
     gathers = writes = 0
 
@@ -54,7 +51,7 @@ class _Keeping(OfWeights):  # type: ignore[misc]
             self.gathers += 1
             every = _LATER if whole.device.type == "cpu" else _LATER_BESIDE
             is_looked_at = not self.is_through_data and (self.gathers <= _FIRST or self.gathers % every == 0)
-            self.told = _told(whole) if is_looked_at else None
+            self.told = checksum(whole) if is_looked_at else None
 
     def to_sharded_post_forward(self) -> None:
         self._look()
@@ -84,7 +81,7 @@ class _Keeping(OfWeights):  # type: ignore[misc]
             return False
         if whole.data_ptr() != gathered.data_ptr() or whole._version != version or self.is_through_data:
             return True
-        if self.told is None or self.told == _told(whole):
+        if self.told is None or self.told == checksum(whole):
             return False
         if self.gathers > _FIRST:
             raise ShardError(
@@ -132,22 +129,10 @@ class _Keeping(OfWeights):  # type: ignore[misc]
 
     def _compare(self, whole: torch.Tensor) -> None:
         """With what others have written, of which each keeps a part; the first times, then ever more rarely."""
-        of_ranks = ranks.gather_words("what the model has written into its weights", _told(whole), self.written_by)
+        of_ranks = ranks.gather_words("what the model has written into its weights", [checksum(whole)], self.written_by)
         if any(each != of_ranks[0] for each in of_ranks):
             raise ShardError(
                 f"{self._param_fqn!r} was written by the model while it was gathered, to other values on other "
                 "ranks, as by what their own batches give: write the same on all (an all_reduce of what it comes "
                 "of), or hold it as a buffer"
             )
-
-
-def _told(whole: torch.Tensor) -> list[int]:
-    """Two numbers of the values' bits and their places, of words that need no widening where rows are whole words."""
-    if not whole.numel():
-        return [0, 0]
-    bits = whole.detach().unsqueeze(-1).flatten(1).contiguous()
-    row, start = (each * bits.element_size() for each in (bits.shape[1], bits.storage_offset()))
-    words = (bits if start % 8 == 0 else bits.clone()).view(_WORDS[gcd(8, row)])
-    sums = (words.sum(dim) for dim in (0, 1))
-    places = ((each * torch.arange(1, 2 * len(each) + 1, 2, device=each.device)).sum() for each in sums)
-    return torch.stack([*places]).tolist()
