@@ -41,6 +41,8 @@ For the whole process, once
   its own is for devices alone
 - `dmp/state/numbers.py: DTensor.numpy =`, `dmp/state/numbers.py: DTensor.tolist =`: where torch refuses an array or a
   list of what is split, the error says what gives the whole
+- `sharders/data_parallel/whole_read.py: DTensor.full_tensor =`: gradients of what it gives of weights that FSDP2 has
+  split are averaged over the ranks with other samples, as FSDP2 does what it gathers itself
 - `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
   table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

@@ -147,6 +147,29 @@ def test_a_term_over_all_weights_is_explained_and_its_way_out_is_right() -> None
     assert run_ranks(2, with_a_term_over_all, "shard", True) == [[], []]
 
 
+def with_samples_and_a_weight() -> list[str]:
+    """A loss that reads weights which the program holds: as such, and what is made of one."""
+    model, plain = made("shard")
+    rank = model.env.data_rank
+
+    def loss(m: nn.Module, of: int) -> torch.Tensor:
+        held = dict(m.named_parameters())
+        first, second = held["head.weight"], held["up.bias"].exp()
+        read = [p.full_tensor() if isinstance(p, DTensor) else p for p in (first, second)]
+        values = branches(m, of, 0)
+        return values * read[0].mean() + values * read[1].mean()
+
+    loss(model, rank).backward()
+    for other in range(2):
+        (loss(plain, other) / 2).backward()
+    return list(differences(model, plain))
+
+
+def test_a_split_weight_that_is_multiplied_by_samples_past_the_forward() -> None:
+    """Each rank's piece had the gradient of its own samples alone, in silence."""
+    assert run_ranks(2, with_samples_and_a_weight) == [[], []]
+
+
 def of_gathered() -> None:
     """The model's attributes have these between the passes; their memory is free when one has gone by."""
     model, _ = made("shard")

@@ -19,6 +19,7 @@
 - `replaced`: others that were put in the place of weights: taken for good, for one call, or refused
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `whole`: gradients of weights that lie whole where the others are split, in one exchange
+- `whole_read`: gradients of what a loss reads of split weights by `full_tensor()`
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch
 - `static_graph`: torch's own treatment of a graph that stays the same
 - `pass_end`: what a backward pass runs at its end, and whether it raised before

@@ -55,6 +55,7 @@ from sharders.data_parallel.unfinished import (
 from sharders.data_parallel.unreached import hook_hidden, reduce_unreached_chunks
 from sharders.data_parallel.updated import SPLITS, refuse_updated
 from sharders.data_parallel.whole import average_whole
+from sharders.data_parallel.whole_read import average_whole_read
 from sharders.data_parallel.written_inside import keep_writes
 from sharders.tensor_parallel.split.plain import Own
 
@@ -181,6 +182,7 @@ class FSDPWrapper:
 
     def _shard(self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]) -> None:
         whole, units, apply, options = self._prepare(module, env, ignored)
+        group = env.group("replicate", "shard")
         policy = options.get("mp_policy")
         for m in [*units.values(), module]:
             m.register_forward_hook(_own_outputs)  # before torch's hook on outputs, so it runs before it
@@ -198,13 +200,14 @@ class FSDPWrapper:
         gather_outside(module, list(units.values()), free, _own_outputs)
         read_outside(module, free)
         reduce_unreached_chunks(module)
-        keep_writes(module, env.group("replicate", "shard"))
+        keep_writes(module, group)
         keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)
         clear_by_zero_grad(module)
-        if whole and (group := env.group("replicate", "shard")) is not None:
+        if whole and group is not None:
             average_whole(module, whole, group, env.everyone)
+        average_whole_read(module, group, env.everyone)
 
     def _prepare(
         self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]
