@@ -18,6 +18,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `put_around`: how a function of another package is stood in for
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `bits`: a number of a tensor's bits, to compare what ranks have
+- `deep_copy`: deep copies of modules that hold what Python does not copy
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `random_numbers`: the generators that code draws from without being given one
@@ -51,6 +52,7 @@ from dmp.contracts import (
     ShardedModule,
     hook,
 )
+from dmp.deep_copy import deep_copy
 from dmp.dtensor_pieces import rectangles_of, strided
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
@@ -139,6 +141,7 @@ __all__ += [
     "RandomNumbers",
     "attribute_of",
     "checksum",
+    "deep_copy",
     "is_torchrecs",
     "random_numbers_kept",
     "sharding_types",

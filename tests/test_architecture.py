@@ -105,6 +105,7 @@ PUBLIC = {
         "fully_sharded_dim",
         "join_name",
         "local_of",
+        "deep_copy",
         "map_nested",
         "places_of",
         "replace_tensors",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from dmp.calls import alone
 from dmp.contracts import ShardedModule, hook
+from dmp.deep_copy import deep_copy
 from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
@@ -51,7 +51,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     memo.update((id(tensor), tensor.detach().clone()) for tensor in computed(root.modules()))
     copy_scripted(root, memo)
-    plain: nn.Module = copy.deepcopy(root, memo)
+    plain: nn.Module = deep_copy(root, memo)
     if root is not live:
         _take_buffers(live, plain)
     _allocate(plain)
@@ -70,7 +70,8 @@ def _parent_unsharded(parent: nn.Module) -> nn.Module:
     if isinstance(parent, nn.parallel.DistributedDataParallel):
         return to_unsharded(parent.module)
     memo: dict[int, Any] = {id(m): to_unsharded(m) for m in wrapped_in(parent).values()}
-    return copy.deepcopy(parent, memo).cpu()
+    made: nn.Module = deep_copy(parent, memo)
+    return made.cpu()
 
 
 def _take_buffers(live: nn.Module, plain: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp.chunked import as_chunks, chunk_views
+from dmp.deep_copy import deep_copy
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError, ShardError
 from dmp.foreign import type_name
@@ -77,7 +78,7 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
 
 def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -> VerifyReport:
     args = batch if isinstance(batch, tuple) else (batch,)
-    plain = copy.deepcopy(module)
+    plain = deep_copy(module)
     try:
         plain.load_state_dict(full_state_dict(model))
     except RanksError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dmp.deep_copy import deep_copy
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap.assembly import Assembly, fused_of
@@ -33,7 +34,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     if made.skeleton is not None:
         memo.update({id(sharded): copy.deepcopy(sharded, memo) for sharded in made.sharded})
     copy_scripted(made.module, memo)
-    module = copy.deepcopy(made.module if made.skeleton is None else made.skeleton, memo)
+    module = deep_copy(made.module if made.skeleton is None else made.skeleton, memo)
     new = replace(stopped(made), device=device, module=module, running=module, skeleton=None)
     new = replace(new, split_watch=None, since_split=None)
     if made.skeleton is not None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
+from dmp.deep_copy import deep_copy
 from dmp.places import Place, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
 from dmp.wrap.gathered import chunks_shown
@@ -99,7 +100,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = made = object.__new__(type(value))
         made.__dict__.update({key: _copied(each, memo) for key, each in vars(value).items()})
         return made
-    return copy.deepcopy(value, memo)
+    return deep_copy(value, memo)
 
 
 _DEEPCOPY_ASKS = (

@@ -8,7 +8,6 @@ made around others of its modules, as minGPT's MLPs are: copies have one that is
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import attribute_of, places_of
+from dmp import attribute_of, deep_copy, places_of
 from sharders.tensor_parallel.structure.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -52,7 +51,7 @@ class MetaCopies:
         stand_ins = {path: _Repeat(last) for path in self.repeats}
         memo.update((id(self.model.get_submodule(path)), stand_in) for path, stand_in in stand_ins.items())
         memo.update((id(vars(module)[name]), OrderedDict()) for module in self.kept.values() for name in _HOOKS)
-        copied = copy.deepcopy(self.model, memo).eval()
+        copied = deep_copy(self.model, memo).eval()
         _rebind(copied, memo)
         for path, stand_in in stand_ins.items():
             stand_in.like.append(copied.get_submodule(self.repeats[path]))
