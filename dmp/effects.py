@@ -71,6 +71,8 @@ For the whole process, once
   connections of their own, those without other ranks are made by all or none (dmp/state/torch_state_dict.py)
 - `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, and Accelerate's `id_tensor_storage`, where they are
   imported: what they say of weights that are split says what to do
+- Transformers' `Trainer`, where it is imported, gathers split weights, and their optimizer's state, before its first
+  rank writes them (dmp/state/trainer_saves.py)
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 - `sharders/embedding/torchrec_form.py: KeyedTensor.wait =`: scripts wait for what TorchRec's sharded collections give;

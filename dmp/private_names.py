@@ -109,6 +109,7 @@ Groups, meshes, DTensor
   conversion whose backward loses what a second one needs
 
 Checkpoints
+- `_save`, `_save_optimizer_and_scheduler`: where Transformers' `Trainer` writes
 - `_distribute_tensors`: where torch takes a rank's part of a whole tensor
 - `_maybe_full_or_cpu_state_dict`, `_verify_options`, `_load_model_state_dict`, `_load_optim_state_dict`: where torch's
   functions for state dicts make whole tensors, where each begins, and what loads

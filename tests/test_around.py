@@ -29,6 +29,7 @@ from dmp import (
     full_state_dict,
     load_checkpoint,
     save_checkpoint,
+    table_wise,
     to_unsharded,
     verify,
 )
@@ -193,9 +194,11 @@ def passed(names: tuple[str, ...]) -> Any:
     assert copied.module.inner is not model and torch.equal(copied(batch(0, 0)), outer(batch(0, 0)))
     assert type(DistributedDataParallel(model).module) is DistributedModelParallel
     if names == ("shard",):  # as by Trainer(model=model.module)
-        split = DistributedModelParallel(nn.Linear(2, 1), env)
-        with pytest.raises(ShardError, match=r"takes the wrapped model itself, as do .*Trainer\(model=model\)"):
-            DistributedDataParallel(split.module)
+        table = nn.Sequential(nn.EmbeddingBag(4, 2))
+        cut = DistributedModelParallel(table, env, plan={"0.weight": table_wise(0)})
+        for split in (DistributedModelParallel(nn.Linear(2, 1), env), cut):
+            with pytest.raises(ShardError, match=r"takes the wrapped model itself, as do .*Trainer\(model=model\)"):
+                DistributedDataParallel(split.module)
     assert type(DistributedDataParallel(nn.Linear(2, 1))) is DistributedDataParallel
     assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
     return full_state_dict(outer)

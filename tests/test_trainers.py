@@ -5,12 +5,22 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from dmp import CheckpointError, DistributedModelParallel, ShardError, ShardingEnv, export_safetensors
+from dmp import (
+    CheckpointError,
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    export_safetensors,
+    full_optimizer_state_dict,
+    full_state_dict,
+)
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, wrap
 
@@ -55,6 +65,50 @@ def saved(folder: str) -> None:
 
 def test_what_a_trainer_writes_on_one_rank_is_refused_in_words(tmp_path: Path) -> None:
     run_ranks(2, saved, str(tmp_path))
+
+
+class Trainer:
+    """What Transformers' does of its own: the first rank alone asks for state dicts, and writes."""
+
+    def __init__(self, model: nn.Module, folder: str) -> None:
+        self.model, self.folder, self.rank = model, folder, dist.get_rank()
+        self.optimizer, self.args = torch.optim.Adam(model.parameters()), SimpleNamespace(save_on_each_node=False)
+
+    def save_model(self, output_dir: str) -> None:
+        self._save(output_dir)
+
+    def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if self.rank == 0:
+            torch.save(self.model.state_dict() if state_dict is None else state_dict, f"{output_dir}/model.pt")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.rank == 0:
+            torch.save(self.optimizer.state_dict(), f"{output_dir}/optimizer.pt")
+
+
+def written_by_a_trainer(folder: str, module: str) -> None:
+    sys.modules[module] = SimpleNamespace(Trainer=Trainer)  # type: ignore[assignment]
+    model = wrap(ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    del sys.modules[module]
+    trainer = Trainer(model, folder)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    trainer.optimizer.step()
+    before = full_optimizer_state_dict(model, trainer.optimizer)["state"]
+    trainer.save_model(folder)
+    trainer._save_optimizer_and_scheduler(folder)
+    dist.barrier()
+    state = torch.load(f"{folder}/optimizer.pt")
+    assert all(type(value) is torch.Tensor for of in state["state"].values() for value in of.values())
+    other = torch.optim.Adam(model.parameters())
+    other.load_state_dict(state)
+    torch.testing.assert_close(full_optimizer_state_dict(model, other)["state"], before, rtol=0, atol=0)
+    torch.testing.assert_close(torch.load(f"{folder}/model.pt"), full_state_dict(model), rtol=0, atol=0)
+
+
+def test_what_a_trainer_writes_on_one_rank_is_whole(tmp_path: Path) -> None:
+    """Of weights rank 0 was refused, where others went on; of the optimizer it wrote its part, for every rank."""
+    run_ranks(2, written_by_a_trainer, str(tmp_path), "transformers.trainer")
 
 
 def loaded() -> None:

@@ -16,6 +16,7 @@ verified. In reading order:
 - `torch_state_dict`: torch's own functions for state dicts, which give whole tensors where these are asked for
 - `snapshots`: torchsnapshot's reader, which asks by type
 - `safetensors_files`: safetensors' own functions, which take whole tensors alone
+- `trainer_saves`: Transformers' `Trainer`, which writes on one rank
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another
 - `scaler`: gradient scaling, one decision on all ranks
 - `verify`: compares a sharded model with the plain one

@@ -35,6 +35,7 @@ from dmp.state.torch_state_dict import (
     save_alone,
     save_beside_steps,
 )
+from dmp.state.trainer_saves import save_model, save_state
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
@@ -280,5 +281,7 @@ for _module, _owner, _name, _around in (
     ("torch.distributed.tensor", "DTensor", "__get_tensor_shard__", get_tensor_shard),
     ("torch.distributed._state_dict_utils", "", "_distribute_tensors", cut_strided_shards),
     ("torch.distributed._state_dict_utils", "", "_all_gather_sharded_tensor", gather_chunks),
+    ("transformers.trainer", "Trainer", "save_model", save_model),
+    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler", save_state),
 ):
     live.stand_in(_module, _owner, _name, _around)

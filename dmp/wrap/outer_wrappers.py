@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmp.chunked import ChunkedTensor
 from dmp.errors import ShardError
+from dmp.layouts.shard import is_replicated
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.put_around import put_around
@@ -148,9 +150,10 @@ def guard_ddp() -> None:
 
 
 def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
+    live.look()  # a trainer may have been imported since
     is_asked = live.models and isinstance(module, nn.Module)
     inside = [(path, m) for path, m in module.named_modules() if m in live.models] if is_asked else []
-    if is_asked and any(m.module is module for m in live.models) and any(map(is_dtensor, module.parameters())):
+    if is_asked and any(m.module is module and _is_split(m) for m in live.models):
         raise ShardError(
             "a DistributedDataParallel around model.module, whose weights are split over the ranks: it takes the "
             "wrapped model itself, as do Accelerate's prepare(model) and transformers' Trainer(model=model)"
@@ -163,6 +166,13 @@ def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
     if inside:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     own(self, module, *args, **options)
+
+
+def _is_split(model: Any) -> bool:
+    """Whether ranks have parts of it; the same on all of them."""
+    sizes = {name: torch.Size(t.size()) for name, t in model.state_dict().items() if isinstance(t, ChunkedTensor)}
+    tables = [(model.plan[name].layout.shards(size, model.env), size) for name, size in sizes.items()]
+    return any(map(is_dtensor, model.parameters())) or not all(is_replicated(*table) for table in tables)
 
 
 def _pass(outer: Any, module: nn.Module, asked: inspect.BoundArguments) -> None:
