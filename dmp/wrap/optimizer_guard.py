@@ -39,6 +39,7 @@ NEEDS_WHOLE = {
     "Adafactor": "keeps means over whole rows and columns, which a chunk does not have",
     "LBFGS": "takes inner products over all parameters, and the ranks would each take their own",
     "Shampoo": "multiplies by roots of whole matrices' statistics, which a chunk does not have",
+    "Kron": "multiplies by factors of whole matrices' statistics, which a chunk does not have",
     "SOAP": "rotates by eigenvectors of whole matrices' statistics, which a chunk does not have",
     "ZeroRedundancyOptimizer": "has one rank step for all and sends its values, over the others' chunks of other rows",
     "PostLocalSGDOptimizer": "averages parameters over ranks, whose chunks are of different rows",
@@ -145,14 +146,15 @@ def _tried(optimizer: Optimizer) -> tuple[int, int, tuple[int, ...], str] | None
 
 
 def _wrong_in(
-    optimizer: Optimizer, group: dict[str, Any], cuts: Mapping[int, set[str]], ours: Container[int]
+    optimizer: Optimizer, group: dict[str, Any], cuts: Mapping[int, tuple[set[str], Any]], ours: Container[int]
 ) -> tuple[int, str]:
     """Index of a parameter of a group and what is wrong with it, in words; none where all is right."""
-    held = [(i, p) for i, p in enumerate(group["params"]) if cuts.get(id(p))]
-    wanted = {cut for _, p in held for cut in cuts[id(p)]}
-    if held and (found := wrong_cut(optimizer, group, wanted, held[0][1].device)):
-        cut, wrong = found
-        return next(i for i, p in held if cut in cuts[id(p)]), f"{cut}, {wrong}"
+    held = [(i, p, *cuts[id(p)]) for i, p in enumerate(group["params"]) if id(p) in cuts and cuts[id(p)][0]]
+    if held:
+        largest = tuple(map(max, *(size for *_, size in held), (0, 0)))
+        found = wrong_cut(optimizer, group, set().union(*(of for *_, of, _ in held)), held[0][1].device, largest)
+        if found:
+            return next(i for i, _, of, _ in held if found[0] in of), f"{found[0]}, {found[1]}"
     kinds = {(p.device_mesh, p.placements, p.dim()): i for i, p in enumerate(group["params"]) if id(p) in ours}
     if not kinds:
         return 0, ""
@@ -162,8 +164,9 @@ def _wrong_in(
     )
 
 
-def _cuts_of_tables() -> Mapping[int, set[str]]:
-    """Of each wrapped model's table that an ordinary optimizer may train in chunks, by the parameter's id."""
+def _cuts_of_tables() -> Mapping[int, tuple[set[str], Any]]:
+    """Of each wrapped model's table that an ordinary optimizer may train in chunks, by the parameter's id, and its
+    size."""
     found = {}
     for model in live.models:
         for path, module in model.sharded_modules.items():
@@ -171,7 +174,7 @@ def _cuts_of_tables() -> Mapping[int, set[str]]:
             for name, p in module.named_parameters():
                 if name in chunks and hasattr(p, "_dmp_sharded") and not hasattr(p, "_in_backward_optimizers"):
                     size, layout = tuple(chunks[name].size()), model.plan[join_name(path, name)].layout
-                    found[id(p)] = cut_of(layout.shards(size, model.env), size, model.env.table_size)
+                    found[id(p)] = cut_of(layout.shards(size, model.env), size, model.env.table_size), size
     return found
 
 

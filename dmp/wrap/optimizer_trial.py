@@ -51,7 +51,8 @@ _CUTS: Mapping[str, tuple[slice, slice]] = {
     "of which a rank has nothing": (slice(0, 0), slice(None)),
 }
 _PARTS = [*_CUTS][:3]  # of one table, beside whole tables that a rank has or not
-_SHAPE, _OTHERS = (6, 4), ((5, 3), (3, 4))  # of what is cut, and of parameters beside it
+_SHAPE, _OTHERS = (6, 4), ((5, 3), (3, 4))  # of what is cut, at least, and of parameters beside it
+_MOST = 160  # rows and columns of what is cut: some treat what has fewer than 128 otherwise
 _LENGTH = 4  # of what a rank has of a DTensor
 _SCALES = (1.0, 2.0, 0.5, 2.0, 1.0, 2.0, 1e3, 1e-3)
 """Of gradients: those of one size tell apart what is clipped by their spread, the last two what is by their norm; some
@@ -88,16 +89,24 @@ def cut_of(shards: Iterable[Shard], size: tuple[int, ...], num_ranks: int) -> se
 
 
 def wrong_cut(
-    optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str], device: torch.device
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    cuts: Iterable[str],
+    device: torch.device,
+    size: tuple[int, ...] = _SHAPE,
 ) -> tuple[str, str] | None:
     """The first of these cuts that it is wrong on, and how that was seen, in words; None where it is right on all.
+
+    Args:
+        size: of the largest table: some keep means over rows and columns of what has enough of both.
 
     Raises:
         Untried: no other instance can be made, it does not step, or draws random numbers.
     """
     cuts = sorted(cuts)
+    shape = tuple(max(least, min(own, _MOST)) for least, own in zip(_SHAPE, size, strict=True))
     with _trying():
-        trial = _Trial(optimizer, group, (_SHAPE, *_OTHERS), device)
+        trial = _Trial(optimizer, group, (shape, *_OTHERS), device)
         seen = trial.looked([_whole, _whole, _whole])
         taken, parts = ", ".join(seen.found), [cut for cut in cuts if cut in _PARTS]
         if taken and parts:
