@@ -61,6 +61,19 @@ class ShardingEnv:
     coordinate: tuple[int, ...]
     _groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
+    def __new__(cls, *args: Any, **fields: Any) -> ShardingEnv:
+        """What is copied or unpickled comes without arguments.
+
+        Raises:
+            ValueError: some of the fields, as of who passes a mesh, or a world size and a rank as to TorchRec's.
+        """
+        if 0 < len(args) + len(fields) < 6:
+            raise ValueError(
+                "a ShardingEnv is made by ShardingEnv.from_mesh(mesh), ShardingEnv.from_process_group(group), or, to "
+                "plan for ranks that are not here, ShardingEnv.abstract((8,), ('dp',))"
+            )
+        return super().__new__(cls)
+
     @classmethod
     def from_mesh(
         cls, mesh: DeviceMesh, *, replicate: Axes = None, shard: Axes = None, tensor: Axes = None

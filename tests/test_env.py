@@ -93,6 +93,8 @@ def test_is_frozen_and_prints() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: ShardingEnv("mesh"), ["from_mesh(mesh)", "from_process_group(group)"]),
+        (lambda: ShardingEnv(world_size=2, rank=0, pg=None), ["from_mesh(mesh)", "from_process_group(group)"]),
         (lambda: ShardingEnv.from_mesh("dp"), ["DeviceMesh", "str", "'dp'"]),
         (lambda: ShardingEnv.from_mesh(None), ["DeviceMesh", "NoneType"]),
         (lambda: ShardingEnv.from_process_group(3), ["ProcessGroup", "int", "3"]),

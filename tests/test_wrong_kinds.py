@@ -12,6 +12,7 @@ from torch import nn
 
 import dmp
 from dmp import DistributedModelParallel
+from planner import ShardingPlanner
 
 HANDED: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
     "parameters to clip": (
@@ -25,6 +26,10 @@ HANDED: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
     "a file to load": (lambda m, o, path: dmp.load_checkpoint(m, path), "expected a path first; got dmp.wrap.wrapper"),
     "optimizer first": (lambda m, o, path: dmp.full_optimizer_state_dict(o, m), "got torch.optim.sgd.SGD"),
     "optimizer in a pipeline": (lambda m, o, path: dmp.TrainPipeline(o, m), "got torch.optim.sgd.SGD"),
+    "a planner as the plan": (
+        lambda m, o, path: DistributedModelParallel(nn.Linear(2, 1), plan=ShardingPlanner()),
+        "a planner is passed as planner=",
+    ),
     "weights to verify": (lambda m, o, path: dmp.verify(m, m.state_dict(), 0), "the unsharded module second; got"),
 }
 

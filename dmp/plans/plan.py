@@ -229,5 +229,6 @@ def as_plan(plan: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> Sh
     if isinstance(plan, ShardingPlan):
         return plan
     if not isinstance(plan, Mapping):
-        raise PlanError(f"expected a ShardingPlan or a dict of parameter name -> layout; got {type_name(plan)}")
+        hint = ": a planner is passed as planner=" if hasattr(plan, "collective_plan") else ""
+        raise PlanError(f"expected a ShardingPlan or a dict of parameter name -> layout; got {type_name(plan)}{hint}")
     return ShardingPlan(plan)

@@ -110,8 +110,8 @@ def environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:
             raise ShardError(f"env: {error}") from error
     if env is not None and not isinstance(env, ShardingEnv):
         raise ShardError(
-            f"expected env to be a {type_name(ShardingEnv)} (see ShardingEnv.from_mesh) or TorchRec's; got "
-            f"{type_name(env)}"
+            f"expected env to be a {type_name(ShardingEnv)} (see ShardingEnv.from_mesh and .from_process_group) or "
+            f"TorchRec's; got {type_name(env)}"
         )
     if env is not None:
         return env
