@@ -72,6 +72,22 @@ def test_what_stays_whole_is_said_once_with_the_reason() -> None:
     assert "'scaled' has scale_grad_by_freq=True: each of the 2 data ranks divides" in counts
 
 
+class Quotients(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.weight, self.sparse = nn.Parameter(torch.ones(8, 4)), sparse
+
+
+def _said_of_quotients() -> list[tuple[str, str]]:
+    return said_of(nn.ModuleDict({"one": Quotients(True), "other": Quotients(False)}))
+
+
+def test_gradients_that_nobody_averages_are_told_before_the_backward_pass() -> None:
+    on_first, _ = run_ranks(2, _said_of_quotients)
+    (text,) = [text for level, text in on_first if level == "WARNING"]
+    assert text.startswith("Quotients at 'one' has sparse=True") and text.endswith("sparse=False before wrapping")
+
+
 def test_a_large_one_is_a_warning() -> None:
     on_first, _ = run_ranks(2, said, True)
     assert sum(level == "WARNING" for level, _ in on_first) == 6

@@ -35,6 +35,7 @@ def remark(resolved: Resolved) -> None:
         _say_what_is_whole(resolved)
         _say_what_is_left(resolved)
         _say_whose_ids_count(resolved)
+        _say_whose_gradients_are_sparse(resolved)
 
 
 def say_what_is_read(resolved: Resolved) -> None:
@@ -132,6 +133,20 @@ def _say_whose_ids_count(resolved: Resolved) -> None:
                 type(each).__name__,
                 path,
                 num_ranks,
+            )
+
+
+def _say_whose_gradients_are_sparse(resolved: Resolved) -> None:
+    """Embeddings of classes of others' own, of which DDP and FSDP2 end in words on a storage or a backend."""
+    for path, each in resolved.found.module.named_modules() if resolved.found.env.data_size > 1 else ():
+        if getattr(each, "sparse", None) is not True or isinstance(each, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if any(p.requires_grad for p in each.parameters(recurse=False)):
+            _log.warning(
+                "%s at %r has sparse=True and weights of its own: where their gradients are sparse, the backward pass "
+                "ends in an error of torch's, as under DDP. Set its sparse=False before wrapping",
+                type(each).__name__,
+                path,
             )
 
 
