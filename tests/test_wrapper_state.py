@@ -117,6 +117,7 @@ def test_one_prefix_more_or_less_is_said() -> None:
     [
         ("out.weight", torch.ones(1, 5), ["'?out.weight'?", r"\(1, 5\)", r"\(1, 6\)"]),
         ("users.weight", torch.ones(11, 4), [r"users\.weight", r"\(11, 4\)", r"\(11, 8\)"]),
+        ("users.weight", torch.ones(11, 8, device="meta"), [r"users\.weight is on meta", "no values"]),
         ("more.weight", torch.ones(30), [r"more\.weight", r"\(30,\)"]),
         (
             "items.weight",

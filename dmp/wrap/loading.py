@@ -208,6 +208,8 @@ def _why_not_loaded(own: Any, given: Any) -> str:
 
 def _why_not_filled(own: torch.Tensor, given: torch.Tensor, assign: bool) -> str:
     """Why a value that fits a sharded parameter cannot go where that lies, or nothing."""
+    if given.is_meta and not own.is_meta:
+        return "is on meta in the state dict, which holds no values"
     if assign and given.dtype != own.dtype:
         return f"has dtype {given.dtype}, expected {own.dtype}: what is sharded is filled in place; cast one of them"
     if not assign and _is_split_on_meta(own):
