@@ -137,6 +137,17 @@ def test_what_does_not_fit_changes_nothing(name: str, value: Any, words: list[st
     same_values(model, Net())
 
 
+def _of_what_is_inside() -> None:
+    model = wrap(env_of("dp2"))
+    whole, inside = full_state_dict(model), full_state_dict(model.module)
+    assert inside.keys() == whole.keys() and all(torch.equal(value, whole[name]) for name, value in inside.items())
+    same_values(to_unsharded(model.module), Net())
+
+
+def test_the_module_inside_is_gathered_like_the_model() -> None:
+    run_ranks(2, _of_what_is_inside)
+
+
 def _assign() -> None:
     env = env_of("dp2")
     model, oracle = wrap(env), Net(seed=9)

@@ -45,11 +45,13 @@ def common_env(model: nn.Module) -> ShardingEnv | None:
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
-    """Of the wrapped models; for a plain module the default one where it has DTensors, else this process alone."""
+    """Of the wrapped models; else the default one where it is split, as their `module` is, or this process alone."""
     env = common_env(model)
     if env is not None:
         return env
-    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
+    has_tables = any(hasattr(each, "chunked_state") for each in model.modules())
+    is_split = has_tables or any(is_dtensor(p) for p in model.parameters())
+    return default_env() if is_split else ShardingEnv.single()
 
 
 def joint_plan(model: nn.Module) -> ShardingPlan:
