@@ -30,6 +30,10 @@ HANDED: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
         lambda m, o, path: DistributedModelParallel(nn.Linear(2, 1), plan=ShardingPlanner()),
         "a planner is passed as planner=",
     ),
+    "the model last": (
+        lambda m, o, path: dmp.verify(nn.Linear(2, 1), m, 0),
+        "expected the unsharded module second; got",
+    ),
     "weights to verify": (lambda m, o, path: dmp.verify(m, m.state_dict(), 0), "the unsharded module second; got"),
 }
 

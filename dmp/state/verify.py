@@ -18,7 +18,7 @@ from dmp.errors import CheckpointError, DmpError, RanksError, ShardError
 from dmp.foreign import type_name
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
-from dmp.state.find_wrapped import env_of, fused_parameters
+from dmp.state.find_wrapped import env_of, fused_parameters, wrapped_in
 from dmp.state.gather import full_state_dict
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap.whole import gather
@@ -70,7 +70,7 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
             rank on which the plain module fails.
     """
     env = env_of(model)
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or wrapped_in(module):
         raise ShardError(f"verify(model, module, batch): expected the unsharded module second; got {type_name(module)}")
     with entry("verify", env.everyone):
         return _verify(model, module, batch, env)
