@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -153,12 +153,13 @@ def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
     live.look()  # a trainer may have been imported since
     is_asked = live.models and isinstance(module, nn.Module)
     inside = [(path, m) for path, m in module.named_modules() if m in live.models] if is_asked else []
-    if is_asked and any(m.module is module and _is_split(m) for m in live.models):
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    if is_asked and any(m.module is module and _is_split(m, ignored) for m in live.models):
         raise ShardError(
             "a DistributedDataParallel around model.module, whose weights are split over the ranks: it takes the "
             "wrapped model itself, as do Accelerate's prepare(model) and transformers' Trainer(model=model)"
         )
-    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) if inside else set()
+    names = ignored if inside else set()
     names.update(join_name(path, name) for path, m in inside for name, _ in all_tensors(m))
     if inside and not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
         _pass(self, module, inspect.signature(own).bind(self, module, *args, **options))
@@ -168,10 +169,13 @@ def _init(own: Any, self: Any, module: Any, *args: Any, **options: Any) -> None:
     own(self, module, *args, **options)
 
 
-def _is_split(model: Any) -> bool:
-    """Whether ranks have parts of it; the same on all of them."""
-    sizes = {name: torch.Size(t.size()) for name, t in model.state_dict().items() if isinstance(t, ChunkedTensor)}
-    tables = [(model.plan[name].layout.shards(size, model.env), size) for name, size in sizes.items()]
+def _is_split(model: Any, ignored: Collection[str]) -> bool:
+    """Whether ranks have parts of it, but for some; the same on all of them."""
+    state = {name: t for name, t in model.state_dict().items() if name not in ignored}
+    sizes = {name: torch.Size(t.size()) for name, t in state.items() if isinstance(t, ChunkedTensor)}
+    tables = [
+        (model.plan[name].layout.shards(size, model.env), size) for name, size in sizes.items() if name in model.plan
+    ]
     return any(map(is_dtensor, model.parameters())) or not all(is_replicated(*table) for table in tables)
 
 
