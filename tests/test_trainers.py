@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dmp import (
     full_optimizer_state_dict,
     full_state_dict,
 )
+from dmp.state import trainer_saves
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, wrap
 
@@ -104,6 +106,13 @@ def written_by_a_trainer(folder: str, module: str) -> None:
     other.load_state_dict(state)
     torch.testing.assert_close(full_optimizer_state_dict(model, other)["state"], before, rtol=0, atol=0)
     torch.testing.assert_close(torch.load(f"{folder}/model.pt"), full_state_dict(model), rtol=0, atol=0)
+    updated, said = wrap(model.env, optimizer="rowwise_adagrad"), []
+    with mock.patch.object(trainer_saves, "say_once", lambda text, **_: said.append(text)):
+        Trainer._save_optimizer_and_scheduler(trainer, folder)
+        assert not said
+        trainer.model, trainer.optimizer = updated, torch.optim.Adam(updated.module.over.parameters())
+        trainer._save_optimizer_and_scheduler(folder)
+    assert "state of their optimizers" in said[0]
 
 
 def test_what_a_trainer_writes_on_one_rank_is_whole(tmp_path: Path) -> None:

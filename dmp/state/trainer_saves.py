@@ -14,7 +14,8 @@ from torch import nn
 
 from dmp.chunked import ChunkedTensor
 from dmp.places import is_dtensor
-from dmp.state.find_wrapped import env_of
+from dmp.ranks import say_once
+from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import full_state_dict
 from dmp.wrap.whole import gather
 
@@ -36,9 +37,21 @@ def save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any
         del trainer._save
 
 
+def _say_of_updated(model: Any) -> None:
+    """Once, of state that `Trainer` does not know."""
+    wrapped = wrapped_in(model).values() if isinstance(model, nn.Module) else ()
+    if any(state for m in wrapped for state in m.fused_optimizer.state.values()):
+        say_once(
+            "Trainer's checkpoints have the weights of tables that are updated in the backward pass, and not the state "
+            "of their optimizers, which begins anew where such a run is resumed: dmp.save_checkpoint has both",
+            by_first=True,
+        )
+
+
 def save_state(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
     """`Trainer._save_optimizer_and_scheduler`, in which the optimizer's state dict is whole."""
     optimizer = trainer.optimizer
+    _say_of_updated(trainer.model)
     if not _has_parts(trainer.model):
         return own(trainer, *args, **options)
     given = optimizer.state_dict()
