@@ -33,11 +33,9 @@ def _storage_ptr(own: Callable[..., Any], tensor: Any) -> Any:
             f"a safetensors file takes whole tensors, and this one, of {tuple(tensor.shape)}, is split: what is to "
             "be written holds this rank's chunks alone. On all ranks, load_checkpoint(path, model) reads such files "
             "and export_safetensors(path, model) writes them, full_state_dict(model) gives whole tensors, and "
-            "save_checkpoint(path, model, optimizer) keeps everything. Transformers' Trainer writes on rank 0 alone: "
-            "override its save_model(self, output_dir=None, _internal_call=False) with a call of "
-            "export_safetensors(output_dir or self.args.output_dir, self.model), and have it save_only_model=True. "
-            "PEFT's save_pretrained(path, state_dict=whole) on rank 0 writes adapters alone, where whole = "
-            "full_state_dict(model) on all ranks. Accelerate's save_model and save_state write what each rank has: "
-            "not of such a model"
+            "save_checkpoint(path, model, optimizer) keeps everything. Transformers' Trainer gathers by itself, in its "
+            "save_model() on all ranks; what else writes on rank 0 alone takes full_state_dict(model) of all ranks. "
+            "PEFT's save_pretrained(path, state_dict=whole) on rank 0 writes adapters alone, where whole is that. "
+            "Accelerate's save_model and save_state write what each rank has: not of such a model"
         )
     return own(tensor)
