@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -371,29 +370,6 @@ def asked() -> tuple[str, str, bool]:
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:
     assert run_ranks(2, asked) == [("", "StaticGraphDDP", True)] * 2
-
-
-def wrapped_and_let_go() -> tuple[list[float], bool]:
-    """The module goes on alone, and one rank alone collects garbage."""
-    import gc
-
-    module = nn.Linear(2, 1)
-    DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        gc.collect()
-    copy.deepcopy(module)
-    pickle.dumps(module)
-    module(torch.full((1, 2), 1.0 + rank)).sum().backward()
-    assert module.weight.grad is not None
-    gradient: list[float] = module.weight.grad[0].tolist()
-    model = DistributedModelParallel(nn.Linear(2, 1), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
-    model(torch.ones(1, 2))
-    return gradient, any(name.startswith("held") for name in vars(model.module))
-
-
-def test_a_module_whose_wrapper_is_let_go_is_averaged() -> None:
-    assert run_ranks(2, wrapped_and_let_go) == [([1.5, 1.5], False)] * 2
 
 
 class Heads(nn.Module):

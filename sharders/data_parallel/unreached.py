@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
@@ -61,7 +61,7 @@ class AnyReachDDP(OwnRowsDDP):
         self.has_averaged = self.process_group.size() == 1  # there is nothing to
         self._end = PassEnd()
         self._later, self._updated = LaterHooks(), Updated(self._trained)
-        self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._turn: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self._reach = _Reached(self._reached.append, weakref.ref(self))
         for p in self._trained:
             _forget_earlier(p)
@@ -74,11 +74,13 @@ class AnyReachDDP(OwnRowsDDP):
     def take_turns(self, everyone: dist.ProcessGroup) -> None:
         """Have a pass that will be averaged be one on all ranks, see [Note: turns] in dmp/ranks/turns.py."""
         what = f"the average of gradients of the model that was wrapped at call {ranks.calls_so_far(everyone)}"
-        self._turn = partial(ranks.take_turn, what, everyone, ends_pass=True)
+        # DDP's exchange and our own are of one size: of some ranks each, they would be added up all the same.
+        names = (f"{what}, past its forward", what)
+        self._turn = lambda by_ddp: ranks.take_turn(names[by_ddp], everyone, ends_pass=True)
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, by_ddp: bool) -> None:
         if not self._join_config.enable:
-            with self._turn():
+            with self._turn(by_ddp):
                 pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ class AnyReachDDP(OwnRowsDDP):
         if self._end.is_queued or not self._accumulates():
             return
         self._recover()
-        self._take_turn()
+        self._take_turn(True)
         self._end.queue(self._complete)
         self._later.open()
         if not self._is_awaited:  # averaged since the forward: two forwards, then two backwards
@@ -181,7 +183,7 @@ class AnyReachDDP(OwnRowsDDP):
             self.has_local = True
             return
         self._recover()
-        self._take_turn()
+        self._take_turn(self._is_awaited)
         # A forward that nobody has gone back from, as for logging: DDP awaits this pass in its place.
         self._end.queue(self._complete if self._is_awaited else self._average)
         self._later.open()
