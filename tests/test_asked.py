@@ -170,6 +170,28 @@ def test_a_split_weight_that_is_multiplied_by_samples_past_the_forward() -> None
     assert run_ranks(2, with_samples_and_a_weight) == [[], []]
 
 
+def with_a_penalty_on_a_gradient() -> list[str]:
+    """On that of a whole weight, whose average is a part of the graph."""
+    model, plain = made("shard")
+    x = torch.arange(1, 9, dtype=plain.head.weight.dtype) / 8
+
+    def penalty(m: nn.Module, of: int) -> torch.Tensor:
+        held = dict(m.named_parameters())["head.weight"]
+        whole = held.full_tensor() if isinstance(held, DTensor) else held
+        value = (whole * x[: whole.shape[-1]] * (of + 1)).pow(3).sum()
+        (gradient,) = torch.autograd.grad(value, held, create_graph=True)
+        read = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        return read.square().sum()
+
+    penalty(model, 0).backward()
+    penalty(plain, 0).backward()
+    return list(differences(model, plain))
+
+
+def test_a_penalty_on_the_gradient_of_a_whole_weight() -> None:
+    assert run_ranks(2, with_a_penalty_on_a_gradient) == [[], []]
+
+
 def of_gathered() -> None:
     """The model's attributes have these between the passes; their memory is free when one has gone by."""
     model, _ = made("shard")

@@ -32,13 +32,30 @@ def average_whole_read(root: Any, group: dist.ProcessGroup | None, everyone: dis
     if group is None or group.size() == 1:
         return
     _stand_in()
-    _averages.update({p.device_mesh: partial(_average, group, everyone) for p in root.parameters() if is_dtensor(p)})
+    average = partial(_mean, group=group, everyone=everyone)
+    _averages.update(dict.fromkeys((p.device_mesh for p in root.parameters() if is_dtensor(p)), average))
 
 
-def _average(group: dist.ProcessGroup, everyone: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:
-    mean = (gradient / group.size()).contiguous()
-    with ranks.take_turn("the average of a gradient of what full_tensor() gave of a split weight", everyone):
-        dist.all_reduce(mean, group=group)
+class _Mean(torch.autograd.Function):
+    """Of a gradient, over the ranks; so is that of the mean itself, where the pass makes a graph (`create_graph`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: torch.Tensor, group: dist.ProcessGroup, everyone: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.over = group, everyone
+        mean = (gradient / group.size()).contiguous()
+        with ranks.take_turn("the average of a gradient of what full_tensor() gave of a split weight", everyone):
+            dist.all_reduce(mean, group=group)
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _mean(gradient, *ctx.over), None, None
+
+
+def _mean(gradient: torch.Tensor, group: dist.ProcessGroup, everyone: dist.ProcessGroup | None) -> torch.Tensor:
+    mean: torch.Tensor = _Mean.apply(gradient, group, everyone)  # type: ignore[no-untyped-call]
     return mean
 
 
@@ -60,9 +77,12 @@ def _stand_in() -> None:
 
 def _mesh_of_weight(tensor: Any) -> Any:
     """Of a weight, or what is made of one alone, as its norm."""
+    if tensor.is_leaf:
+        return tensor.device_mesh
     node = tensor.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        (node, _), *others = [each for each in node.next_functions if each[0] is not None] or [(None, 0)]
-        node = None if others else node
-    leaf = tensor if tensor.is_leaf else getattr(node, "variable", None)
-    return leaf.device_mesh if is_dtensor(leaf) else None
+    while not hasattr(node, "variable"):
+        before = [each for each, _ in node.next_functions if each is not None]
+        if len(before) != 1:
+            return None
+        node = before[0]
+    return node.variable.device_mesh if is_dtensor(node.variable) else None
