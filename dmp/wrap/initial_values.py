@@ -56,7 +56,8 @@ def own_random_numbers() -> AbstractContextManager[None]:
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
     """Fill the local chunks of a table by `init_fn` on blocks; holds one at a time."""
     rest = list(target.shape[1:])
-    if len(rest) == 1 and getattr(init_fn, "func", init_fn) in _OF_ELEMENTS:
+    draws = init_fn.func if isinstance(init_fn, partial) else init_fn
+    if len(rest) == 1 and any(draws is each for each in _OF_ELEMENTS):
         rest = [min(rest[0], BLOCK_COLUMNS)]
     _fill_blocks(target, (max(1, BLOCK_ELEMENTS // max(1, prod(rest))), *rest), init_fn, name, seed)
 
