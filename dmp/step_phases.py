@@ -11,7 +11,7 @@ from torch import nn
 from dmp.contracts import hook
 from dmp.env import ShardingEnv
 from dmp.plans.remarks import shown_bytes
-from dmp.state.find_wrapped import wrapped_in
+from dmp.state.find_wrapped import in_force
 
 _ORDER = ("input a2a", "lookup fwd", "output a2a", "tensor gather", "grad a2a", "replica sync", "lookup bwd")
 
@@ -63,7 +63,7 @@ def step_phases(model: nn.Module) -> StepPhases:
         >>> list(step_phases(model))
         ['input a2a', 'lookup fwd', 'output a2a']
     """
-    wrapped = list(wrapped_in(model).values())
+    wrapped = list(in_force(model).values())
     modelled: dict[str, tuple[float, float | None]] = {}
     for each in wrapped:
         for name, seconds, sent in _modelled(each.plan.report, each.env):

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,16 @@ from dmp import (
     CheckpointError,
     ChunkedTensor,
     DistributedModelParallel,
+    ShardingEnv,
     full_state_dict,
+    load_checkpoint,
     ranks,
+    row_wise,
     save_checkpoint,
     to_unsharded,
 )
 from tests.equality import env_of
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import LR, TABLES, Net, batch, loss_of, mixed, plan_for, same_values, wrap
 
@@ -137,15 +141,35 @@ def test_what_does_not_fit_changes_nothing(name: str, value: Any, words: list[st
     same_values(model, Net())
 
 
-def _of_what_is_inside() -> None:
-    model = wrap(env_of("dp2"))
+def _of_what_is_inside(folder: str) -> None:
+    model = wrap(env_of("dp2"), optimizer="rowwise_adagrad")
     whole, inside = full_state_dict(model), full_state_dict(model.module)
     assert inside.keys() == whole.keys() and all(torch.equal(value, whole[name]) for name, value in inside.items())
     same_values(to_unsharded(model.module), Net())
+    dense = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
+    save_checkpoint(folder, model.module, dense)
+    other = wrap(env_of("dp2"), optimizer="rowwise_adagrad")
+    load_checkpoint(folder, other, torch.optim.SGD(other.module.over.parameters(), lr=0.1))
 
 
-def test_the_module_inside_is_gathered_like_the_model() -> None:
-    run_ranks(2, _of_what_is_inside)
+def test_the_module_inside_is_gathered_and_saved_like_the_model(tmp_path: Path) -> None:
+    """Of a save it had no state of optimizers in the backward pass, which a load then missed."""
+    run_ranks(2, _of_what_is_inside, str(tmp_path / "saved"))
+
+
+def _of_a_stage() -> None:
+    """Stages of a pipeline have tables and blocks of one name, on ranks of their own."""
+    stages = mesh((2, 2), ("pp", "dp"))
+    seed = stages.get_local_rank("pp")
+    model = DistributedModelParallel(
+        Net(seed), ShardingEnv.from_mesh(stages["dp"]), plan=dict.fromkeys(TABLES, row_wise())
+    )
+    same_values(to_unsharded(model.module), Net(seed))
+    assert torch.equal(full_state_dict(model.module.users)["weight"], Net(seed).users.weight)
+
+
+def test_the_module_inside_is_gathered_over_the_models_ranks() -> None:
+    run_ranks(4, _of_a_stage)
 
 
 def _assign() -> None:

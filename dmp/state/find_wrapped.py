@@ -11,6 +11,7 @@ from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
+from dmp.wrap import live_models as live
 from dmp.wrap.wrapper import DistributedModelParallel
 
 
@@ -27,13 +28,19 @@ def wrapped_in(model: nn.Module) -> dict[str, DistributedModelParallel]:
     return {path: m for path, m in model.named_modules() if isinstance(m, DistributedModelParallel)}
 
 
+def in_force(model: nn.Module) -> dict[str, DistributedModelParallel]:
+    """`wrapped_in`, and of a wrapped model's own `module` the model: what is asked of one is asked of the other."""
+    found, around = wrapped_in(model), next((each for each in live.models if each.module is model), None)
+    return found if around is None else {"": around}
+
+
 def common_env(model: nn.Module) -> ShardingEnv | None:
     """Where the wrapped models in it run; None where there are none.
 
     Raises:
         ShardError: several, on different meshes.
     """
-    envs: list[tuple[str, ShardingEnv]] = [(path, m.env) for path, m in wrapped_in(model).items()]
+    envs: list[tuple[str, ShardingEnv]] = [(path, m.env) for path, m in in_force(model).items()]
     for path, env in envs[1:]:
         first, expected = envs[0]
         if env != expected:
@@ -45,18 +52,21 @@ def common_env(model: nn.Module) -> ShardingEnv | None:
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
-    """Of the wrapped models; else the default one where it is split, as their `module` is, or this process alone."""
+    """Of the wrapped models in it, or of one that it is a part of; for a plain module the default one where it has
+    DTensors, else this process alone."""
     env = common_env(model)
     if env is not None:
         return env
-    has_tables = any(hasattr(each, "chunked_state") for each in model.modules())
-    is_split = has_tables or any(is_dtensor(p) for p in model.parameters())
-    return default_env() if is_split else ShardingEnv.single()
+    for wrapped in live.models:
+        if any(part is model for part in wrapped.module.modules()):
+            of_all: ShardingEnv = wrapped.env
+            return of_all
+    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
 
 
 def joint_plan(model: nn.Module) -> ShardingPlan:
     """The plans in force, in one; empty where nothing is wrapped."""
-    models = wrapped_in(model)
+    models = in_force(model)
     if "" in models:
         return models[""].plan
     return ShardingPlan({join_name(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
@@ -65,5 +75,5 @@ def joint_plan(model: nn.Module) -> ShardingPlan:
 def fused_parameters(model: nn.Module) -> dict[str, FusedParameter]:
     """Parameters that wrapped models update in the backward pass, by name."""
     return {
-        join_name(path, name): f for path, m in wrapped_in(model).items() for name, f in m.fused_optimizer.fused.items()
+        join_name(path, name): f for path, m in in_force(model).items() for name, f in m.fused_optimizer.fused.items()
     }

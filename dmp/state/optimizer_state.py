@@ -20,7 +20,7 @@ from dmp.errors import CheckpointError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor
 from dmp.state.chunks_of_state import give_chunks, keyed_give, keyed_take
-from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
+from dmp.state.find_wrapped import common_env, env_of, fused_parameters, in_force, joint_plan
 from dmp.state.local_chunks import sharded_parameters
 from dmp.state.safetensors_files import refuse_parts
 from dmp.state.snapshots import read_into_chunks
@@ -222,7 +222,7 @@ def _groups(
 ) -> list[tuple[str, dict[str, Any], torch.optim.Optimizer]]:
     """(name, group, whose) of each parameter of an ordinary optimizer, or of those that a wrapper of TorchRec's stands
     for; the model's own fused one is not ordinary."""
-    own = [m.fused_optimizer for m in wrapped_in(model).values()]
+    own = [m.fused_optimizer for m in in_force(model).values()]
     fused = fused_parameters(model)
     names = {id(p): name for name, p in named.items()}
     found = []

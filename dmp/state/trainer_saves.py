@@ -15,7 +15,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor
 from dmp.places import is_dtensor
 from dmp.ranks import say_once
-from dmp.state.find_wrapped import env_of, wrapped_in
+from dmp.state.find_wrapped import env_of, in_force
 from dmp.state.gather import full_state_dict
 from dmp.wrap.whole import gather
 
@@ -39,7 +39,7 @@ def save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any
 
 def _say_of_updated(model: Any) -> None:
     """Once, of state that `Trainer` does not know."""
-    wrapped = wrapped_in(model).values() if isinstance(model, nn.Module) else ()
+    wrapped = in_force(model).values() if isinstance(model, nn.Module) else ()
     if any(state for m in wrapped for state in m.fused_optimizer.state.values()):
         say_once(
             "Trainer's checkpoints have the weights of tables that are updated in the backward pass, and not the state "
