@@ -60,7 +60,8 @@ def start(made: Assembly) -> Assembly:
     if in_place and skeleton is None:
         _check_not_scripted(made.module)
         skeleton = skeleton_of(made.module, made.sharded)
-    running = _averaged(made, in_place, sharded, whole)
+    with torch.inference_mode(False), torch.enable_grad():  # again in an evaluation, where something was frozen before
+        running = _averaged(made, in_place, sharded, whole)
     take_wholes(made.module)
     is_watched = running is not made.module or (made.env.size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names) if is_watched else None

@@ -62,7 +62,8 @@ class Segment:
         self._words = (ctypes.c_char * self.data_at).from_address(self.address)
         everything = _buffer_type(self.size).from_address(self.address)
         everything.keeps = mapping
-        self._bytes = torch.frombuffer(everything, dtype=torch.uint8)
+        with torch.inference_mode(False):  # the first exchange may be an evaluation's, and training writes there later
+            self._bytes = torch.frombuffer(everything, dtype=torch.uint8)
         self._elements: dict[torch.dtype, torch.Tensor] = {}
         """The same as elements of other dtypes."""
 
@@ -99,7 +100,8 @@ class Segment:
         """(count,) elements that lie in it, from a place on that is a multiple of their size."""
         size, elements = dtype.itemsize, self._elements.get(dtype)
         if elements is None:
-            elements = self._elements[dtype] = self._bytes[: self.size // size * size].view(dtype)
+            with torch.inference_mode(False):
+                elements = self._elements[dtype] = self._bytes[: self.size // size * size].view(dtype)
         return elements[start // size : start // size + count]
 
 
