@@ -11,6 +11,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `contracts`: protocols between wrapper, sharders and planner
 - `registry`: sharders and planners by name and entry point
 - `collection`: work without looking for garbage meanwhile
+- `inference_mode`: calls that an evaluation may make, and that training goes on from
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dmp.errors import DmpError, ShardError
+from dmp.inference_mode import outside_inference_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,6 +180,7 @@ def alone(what: str, *, at_rest: bool = False) -> Callable[[Callable[P, R]], Cal
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
             with ExitStack() as stack:
+                stack.enter_context(outside_inference_mode())
                 for calls in dict.fromkeys(c for each in given for c in calls_of(each)):
                     if at_rest:
                         _check_at_rest(calls, what)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
 from dmp.ranks import say_once
@@ -276,6 +277,32 @@ def of_replaced(axis: str) -> list[str]:
 def test_weights_listed_before_wrapping(axis: str) -> None:
     """They got no gradient, and None came of `torch.autograd.grad`, in silence."""
     assert run_ranks(2, of_replaced, axis) == [[], []]
+
+
+class Shared(nn.Module):
+    """One block twice, computed again each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+def shared_and_computed_again() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    model = DistributedModelParallel(Shared(), env=env)
+    with pytest.raises(ShardError, match=r"share a weight are computed again .* use_reentrant=False"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_blocks_that_share_a_weight_and_are_computed_again_are_explained() -> None:
+    run_ranks(2, shared_and_computed_again)
 
 
 def looked_through_for_nan() -> None:

@@ -247,6 +247,13 @@ def test_an_evaluation_in_inference_mode_comes_first(shape: tuple[int, ...], nam
 def given_data() -> None:
     env = env_of((2,), ("shard",))
     model = DistributedModelParallel(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), env)
+    with torch.device("meta"):
+        later = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    for fresh in (copy.deepcopy(model), DistributedModelParallel(later, env)):  # values came after it was split
+        data = fresh.get_parameter("0.weight")
+        data.data = data.data * 2
+        with pytest.raises(ShardError, match="changes nothing"):
+            fresh(torch.ones(3, 4))
     weight, x = model.module.get_parameter("0.weight"), torch.ones(3, 4)
     kept = full_state_dict(model)
     for look in (lambda: model(x), model.state_dict):

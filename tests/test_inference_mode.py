@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import dmp
 from dmp import DistributedModelParallel, ShardingEnv, column_wise, row_wise, table_wise
 from tests.ranks import run_ranks
 from tests.wrapped_net import LR, Net, batch, loss_of, same_values
@@ -46,10 +50,11 @@ def test_an_evaluation_comes_first(axis: str, items: str) -> None:
     run_ranks(2, _first, axis, items)
 
 
-def _after_freezing(axis: str) -> None:
+def _after_freezing(axis: str, is_copy: bool) -> None:
     env = ShardingEnv.from_mesh(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=(axis,)))
     plan = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": table_wise(1)}
     model, whole = DistributedModelParallel(Net(), env=env, plan=plan), Net()
+    model = copy.deepcopy(model) if is_copy else model
     mine = range(env.data_rank, env.data_rank + 1)
     for step, is_trained in enumerate((True, False, True)):
         for m in (model, whole):
@@ -60,7 +65,37 @@ def _after_freezing(axis: str) -> None:
         same_values(model, whole)
 
 
-@pytest.mark.parametrize("axis", ["dp", "shard", "tp"])
-def test_a_weight_is_frozen_before_an_evaluation(axis: str) -> None:
+@pytest.mark.parametrize(("axis", "is_copy"), [("dp", False), ("shard", True), ("tp", False)])
+def test_a_weight_is_frozen_before_an_evaluation(axis: str, is_copy: bool) -> None:
     """What averages is made anew in the evaluation's forward, where nothing has a gradient."""
-    run_ranks(2, _after_freezing, axis)
+    run_ranks(2, _after_freezing, axis, is_copy)
+
+
+def _state_in_an_evaluation(axis: str, folder: str) -> None:
+    """Each call that an evaluation may make of the best model so far; training goes on as if it had not been made."""
+    env = ShardingEnv.from_mesh(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=(axis,)))
+    plan = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": table_wise(1)}
+    model, whole = DistributedModelParallel(Net(), env=env, plan=plan), Net()
+    mine = range(env.data_rank, env.data_rank + 1)
+    _step(model, mine, 1, 0)
+    _step(whole, range(env.data_size), env.data_size, 0)
+    with torch.inference_mode():
+        state = dmp.full_state_dict(model)
+        dmp.save_checkpoint(folder, model)
+        dmp.load_checkpoint(folder, model)
+        model.load_state_dict(state)
+        model.load_state_dict(model.state_dict())
+        plain, copied = dmp.to_unsharded(model), copy.deepcopy(model)
+        dmp.verify(model, whole, (batch(env.data_rank),))
+    assert not any(value.is_inference() or value.requires_grad for value in state.values())
+    torch.testing.assert_close(plain.state_dict(), whole.state_dict(), atol=1e-5, rtol=1e-5)
+    _step(whole, range(env.data_size), env.data_size, 1)
+    for trained in (model, copied):
+        _step(trained, mine, 1, 1)
+        same_values(trained, whole)
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_state_is_taken_and_given_in_an_evaluation(axis: str, tmp_path: Path) -> None:
+    """Of split weights, a save under inference mode ended in torch's words; a copy from there did not train."""
+    run_ranks(2, _state_in_an_evaluation, axis, str(tmp_path / "best"))

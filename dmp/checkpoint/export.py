@@ -17,12 +17,14 @@ from dmp.checkpoint.sources.source import MODEL, Shapes
 from dmp.checkpoint.targets.safetensors import SafetensorsTarget
 from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
+from dmp.inference_mode import outside_inference_mode
 from dmp.ranks import results_of_all
 from dmp.state.find_wrapped import env_of
 from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.whole import gather
 
 
+@outside_inference_mode()
 def export_safetensors(
     path: str | os.PathLike[str], model: nn.Module, *, max_shard_bytes: int = SafetensorsTarget.max_shard_bytes
 ) -> None:

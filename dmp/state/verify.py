@@ -16,6 +16,7 @@ from dmp.deep_copy import deep_copy
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError, ShardError
 from dmp.foreign import type_name
+from dmp.inference_mode import outside_inference_mode
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
 from dmp.state.find_wrapped import env_of, fused_parameters, wrapped_in
@@ -51,6 +52,7 @@ class VerifyReport:
         return "\n".join(lines)
 
 
+@outside_inference_mode()
 def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
     """Run `batch` through copies of the sharded model and of the plain `module` with its weights, and compare.
 

@@ -2,7 +2,8 @@
 
 One is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
 parts part again, and the plain gradient of their sum meets DTensors. Another is of torch's search for NaN,
-one of a weight of another shape than it was wrapped with, one of a block whose results nobody finds.
+one of a weight of another shape than it was wrapped with, one of a block whose results nobody finds, one of blocks
+that share a weight and are computed again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _WORDS = {
     "nothing that the block returned had a tensor of it, so that nobody saw the pass begin there. Blocks may return "
     "tensors in lists, dicts, sets, objects and functions; one that returns a generator, or writes its result into an "
     "argument, is to return the tensor too",
+    "has been marked as ready twice": "blocks that share a weight are computed again by torch.utils.checkpoint with "
+    "use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient for complete after the first. "
+    "Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
 }
 """What torch's error has in it -> what ours says."""
 

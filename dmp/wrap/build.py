@@ -218,6 +218,8 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
         if made.device.type != "meta" and made.env.rank == 0:
             warn_of_kept(made.module, sharded)
     _move(made.module, made.device, sharded)
+    if made.split_watch is not None:
+        made.split_watch.know_data()
     if not starts or takes_meta:
         return made
     return start(made) if rules is None else start_later(made)  # a rule may draw from a generator of its own

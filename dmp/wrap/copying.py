@@ -10,12 +10,14 @@ import torch
 
 from dmp.deep_copy import deep_copy
 from dmp.errors import ShardError
+from dmp.inference_mode import outside_inference_mode
 from dmp.places import is_dtensor
 from dmp.wrap.assembly import Assembly, fused_of
 from dmp.wrap.data_parallel import left_whole, start, stopped
 from dmp.wrap.skeleton import copy_scripted, copy_values, skeleton_of
 
 
+@outside_inference_mode()
 def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assembly:
     """An independent copy that shares process groups; the data-parallel part runs where the original's does.
 
@@ -55,6 +57,8 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
         made.since_split.give(made.module, module)
     if made.is_data_parallel and not takes_meta:
         new = start(new)
+    if new.split_watch is not None:
+        new.split_watch.know_data()
     return new
 
 

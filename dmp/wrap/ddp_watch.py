@@ -66,7 +66,7 @@ class SplitWatch:
         self._module, self._is_shared, self._structure = module, is_shared, _Structure(module)
         self._known = {(owner, name) for owner in module.modules() for name in owner._parameters}
         self._dtypes: list[tuple[_Held, str, str, torch.dtype]] | None = None  # from the first forward on
-        self._data = {path: (p, _data_of(p)) for _, _, path, p in self._split()}
+        self.know_data()
         self._trained = {path: p.requires_grad for _, _, path, p in self._split()}
         self._is_gathered = hasattr(type(module), "set_requires_gradient_sync")  # by FSDP2, which looks by itself
 
@@ -128,6 +128,10 @@ class SplitWatch:
                 if id(p) not in gathered:
                     yield path, dtype, p.dtype
 
+    def know_data(self) -> None:
+        """Take what there is for the weights' own: when it begins, and when values have come for those on meta."""
+        self._data = {path: (p, _data_of(p)) for _, _, path, p in self._split()}
+
     def check_data(self) -> None:
         """That nobody has given a weight other values by `p.data = ...`, of which torch makes nothing, in silence.
 
@@ -175,7 +179,8 @@ class SplitWatch:
 
 def _data_of(p: torch.Tensor) -> tuple[int, int]:
     """The memory that stands for a DTensor, of which `p.data = ...` gives it another, and where this rank's part is."""
-    local = local_of(p.detach())
+    with torch.inference_mode(False):  # an evaluation may be the first to see that something was frozen
+        local = local_of(p.detach())
     return p.untyped_storage()._cdata, 0 if local.is_meta else local.data_ptr()
 
 

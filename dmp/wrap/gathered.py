@@ -10,9 +10,11 @@ next forward to see: it frees what is older than that, on all ranks (`FSDPWrappe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
+
+from dmp.inference_mode import outside_inference_mode
 
 
 @contextmanager
@@ -33,7 +35,8 @@ def chunks_shown(module: nn.Module, *, as_state: bool = False) -> Iterator[None]
         if as_state:
             unit._sharded_state = type(unit._sharded_state).SHARDED
     try:
-        yield
+        with outside_inference_mode() if as_state else nullcontext():
+            yield
     finally:
         for unit, state in zip(units, was, strict=True):
             if as_state:

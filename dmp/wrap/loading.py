@@ -15,6 +15,7 @@ from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.dtensor_pieces import ONE_RANKS, is_of_another_rank
 from dmp.errors import CheckpointError, DmpError
 from dmp.foreign import type_name
+from dmp.inference_mode import outside_inference_mode
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.ranks import results_of_all
 from dmp.wrap.assembly import Assembly
@@ -22,6 +23,7 @@ from dmp.wrap.skeleton import all_tensors
 from dmp.wrap.taken import Times, compare_times, times_of
 
 
+@outside_inference_mode()
 def load(
     made: Assembly,
     calls: Calls,

@@ -317,7 +317,7 @@ class DistributedModelParallel(nn.Module):
         check_data(self._made)
         with chunks_shown(self.module, as_state=True):
             state = self.module.state_dict(*args, **kwargs)
-        note_taken(self._calls, state, kwargs.get("prefix", ""))
+            note_taken(self._calls, state, kwargs.get("prefix", ""))
         return state
 
     def load_state_dict(  # type: ignore[override]

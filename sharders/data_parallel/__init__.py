@@ -23,6 +23,7 @@
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch
 - `static_graph`: torch's own treatment of a graph that stays the same
 - `pass_end`: what a backward pass runs at its end, and whether it raised before
+- `thawed`: parameters that are trained since what averages was made
 - `unfinished`: gradients that are not averaged yet
 - `cleared`: those that a program has cleared by hand
 - `later_hooks`: users' hooks on gradients, which run when these are averaged

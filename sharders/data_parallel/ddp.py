@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dmp import ShardError, ShardingEnv, is_dtensor
 from sharders.data_parallel.options import check_ddp
 from sharders.data_parallel.static_graph import StaticGraphDDP
+from sharders.data_parallel.thawed import can_thaw, forget_earlier
 from sharders.data_parallel.unreached import AnyReachDDP
 from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
-from sharders.data_parallel.whole import average_whole
+from sharders.data_parallel.whole import average_thawed, average_whole
 
 
 class DDPWrapper:
@@ -36,8 +37,13 @@ class DDPWrapper:
             ShardError: parameters that tensor parallelism has split.
         """
         group = env.group("replicate", "shard")
-        trained = {name: p for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
-        if group is None or env.data_size == 1 or not trained:
+        owned = {name: p for name, p in module.named_parameters() if name not in ignored}
+        trained = {name: p for name, p in owned.items() if p.requires_grad}
+        forget_earlier(owned.values())
+        if group is None or env.data_size == 1:
+            return module
+        if not trained:
+            average_thawed([p for p in owned.values() if can_thaw(p)], group, env.everyone)
             return module
         first = next((name for name, p in trained.items() if is_dtensor(p)), None)
         if first is not None:

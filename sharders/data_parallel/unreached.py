@@ -34,6 +34,7 @@ from sharders.data_parallel.fsdp_units import OfWeights, be_too, weights_below
 from sharders.data_parallel.later_hooks import LaterHooks, rest
 from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.sparse_rows import OwnRowsDDP, average_rows, no_rows
+from sharders.data_parallel.thawed import AfterGradient, can_thaw, hear_thawed
 from sharders.data_parallel.unfinished import refuse_steps
 from sharders.data_parallel.updated import Updated
 
@@ -55,6 +56,7 @@ class AnyReachDDP(OwnRowsDDP):
         super().__init__(*args, **options)
         self._buffer_sync = Buffers(self.process_group) if self.modules_buffers else None
         self._trained = [p for p in self._module_parameters if p.requires_grad]
+        self._frozen = [p for p in self._module_parameters if can_thaw(p)]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
         self._is_awaited = self._is_local = self._has_left = self.has_local = False
@@ -63,9 +65,8 @@ class AnyReachDDP(OwnRowsDDP):
         self._later, self._updated = LaterHooks(), Updated(self._trained)
         self._turn: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self._reach = _Reached(self._reached.append, weakref.ref(self))
-        for p in self._trained:
-            _forget_earlier(p)
         handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]
+        handles += hear_thawed(self._frozen, _Reached(_nowhere, weakref.ref(self)))
         weakref.finalize(self, _remove, handles)
         vars(self.module)[_Held.NAME] = _Held(self)
         hear_of_copies(self, attrgetter("_trained"))
@@ -159,6 +160,8 @@ class AnyReachDDP(OwnRowsDDP):
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids], self._sparse)
+        if thawed := [p for p in self._frozen if p.requires_grad]:  # since the forward, and reached past it
+            average_gradients(thawed, self.process_group)
         self._is_awaited = self._has_left = self.has_local = False
         self.has_averaged = True
         self._end.clear()
@@ -189,7 +192,7 @@ class AnyReachDDP(OwnRowsDDP):
         self._later.open()
 
     def _average(self) -> None:
-        trained = [p for p in self._trained if p.requires_grad]
+        trained = [p for p in (*self._trained, *self._frozen) if p.requires_grad]
         dense, rows = ([p for p in trained if (id(p) in self._sparse) is is_sparse] for is_sparse in (False, True))
         given = [*average_gradients(dense, self.process_group), *average_rows(rows, self.process_group)]
         self._has_left = self.has_local = False
@@ -235,7 +238,7 @@ class AnyReachDDP(OwnRowsDDP):
         self._reached.clear()
 
 
-class _Reached:
+class _Reached(AfterGradient):
     """What torch calls when a parameter has a gradient."""
 
     __slots__ = ("_append", "_of")
@@ -263,11 +266,8 @@ class _Held:
         return object, ()  # copies and files have a name of nothing
 
 
-def _forget_earlier(p: torch.Tensor) -> None:
-    """One that was made for other parameters may still be there: when it is collected is each rank's own affair."""
-    hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Reached)]:
-        del hooks[key]
+def _nowhere(p: torch.Tensor) -> None:
+    """Of what DDP does not wait for."""
 
 
 def reduce_unreached_chunks(module: Any) -> None:

@@ -21,8 +21,11 @@ from dmp import ranks
 from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
+from sharders.data_parallel.thawed import AfterGradient, hear_thawed
 from sharders.data_parallel.unfinished import refuse_steps
 from sharders.data_parallel.unreached import average_gradients, with_graph
+
+_Turn = Callable[[], AbstractContextManager[None]]
 
 
 def average_whole(
@@ -40,10 +43,7 @@ def average_whole(
     # A weight holds its hooks where Python's collector does not look: one that held the module would keep it for ever.
     root = weakref.ref(module)
     end, later = PassEnd(), LaterHooks()
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    if everyone is not None:
-        what = f"the average of whole weights of the model that was wrapped at call {ranks.calls_so_far(everyone)}"
-        turn = partial(ranks.take_turn, what, everyone, ends_pass=True)
+    turn = _turn_of("the average of whole weights", everyone)
 
     def begin(_: torch.Tensor) -> None:
         if not end.is_queued:
@@ -79,6 +79,45 @@ def average_whole(
     held = partial(_of_names, names=names)
     hear_of_copies(module, held)
     refuse_steps(module, lambda _: end.has_raised, held)
+
+
+class _AverageThawed(AfterGradient):
+    """See `average_thawed`."""
+
+    __slots__ = ("_end", "_group", "_turn", "_weak")
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        turn: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._weak, self._group, self._turn, self._end = [*map(weakref.ref, parameters)], group, turn, PassEnd()
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if not self._end.is_queued:
+            with self._turn():
+                self._end.queue(self._complete)
+
+    def _complete(self) -> None:
+        average_gradients([p for ref in self._weak if (p := ref()) is not None and p.requires_grad], self._group)
+        self._end.clear()
+
+
+def average_thawed(
+    frozen: Sequence[torch.Tensor], group: dist.ProcessGroup, everyone: dist.ProcessGroup | None
+) -> None:
+    """Average the gradients of parameters that are all frozen, should some be trained before the next forward."""
+    average = _AverageThawed(frozen, group, _turn_of("the average of unfrozen weights", everyone))
+    hear_thawed(frozen, average)
+
+
+def _turn_of(what: str, everyone: dist.ProcessGroup | None) -> _Turn:
+    """What all ranks begin a pass with together."""
+    if everyone is None:
+        return nullcontext
+    what = f"{what} of the model that was wrapped at call {ranks.calls_so_far(everyone)}"
+    return partial(ranks.take_turn, what, everyone, ends_pass=True)
 
 
 def _of_names(module: nn.Module | None, names: Sequence[str]) -> list[torch.Tensor]:
