@@ -1,4 +1,5 @@
-"""What a rank of the suite has imported before its first call, which stays: collections of garbage need not look at it.
+"""What the server of the ranks has imported, and what ranks have before a call, stays: collections of garbage need not
+look at it.
 
 The server imports this file last, for it looks at each object: a worker that did would copy all of the memory that it
 shares.
@@ -13,14 +14,12 @@ from typing import Any
 
 _LRU = type(functools.lru_cache(repr))
 _unfrozen = gc.get_objects
-_function_caches = weakref.WeakSet(x for x in _unfrozen() if type(x) is _LRU)
-gc.enable()  # see tests/importing.py
-gc.collect()
+_function_caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def freeze() -> None:
-    """Leave it out of collections, and of what `gc.get_objects` finds but for functions' caches."""
-    gc.get_objects = _objects  # type: ignore[assignment]
+    """Leave what is there out of collections, and of what `gc.get_objects` finds but for functions' caches."""
+    _function_caches.update(x for x in _unfrozen() if type(x) is _LRU)
     gc.freeze()
 
 
@@ -33,3 +32,9 @@ def _objects(generation: int | None = None) -> list[Any]:
     if generation is None:
         found.extend(_function_caches)
     return found
+
+
+gc.get_objects = _objects  # type: ignore[assignment]
+gc.enable()  # see tests/importing.py
+gc.collect()
+freeze()

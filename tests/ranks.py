@@ -325,12 +325,12 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
     from tests import imported  # the server's last
 
-    imported.freeze()
     with open(stack_file, "w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file)
         while True:
             _reset()
+            imported.freeze()  # what calls have left stays: looking at it after each cost more than many a call
             try:
                 request = pipe.recv_bytes()
             except EOFError:
