@@ -12,7 +12,7 @@ from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
 HALVES = [(of, s) for of in (torch.bfloat16, torch.float16) for s in SPECS]
 ALL = tuple(spec.kind for spec in SPECS)
 # Kernels that other quick tests use as well: each further one takes numba two seconds.
-QUICK_EPS = {("torch", "rowwise_adagrad"), ("numba", "adam")}
+QUICK_EPS = {("torch", "rowwise_adagrad"), ("numba", "adagrad")}
 
 
 @pytest.mark.parametrize(("dtype", "spec"), HALVES, ids=lambda p: getattr(p, "kind", None))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import IS_FRESH, run_program
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,9 +28,9 @@ def test_program_is_short() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_program_runs(processes: int, tmp_path: Path) -> None:
-    """Here torchrun itself, whatever the suite: the one way to start in the README."""
+    """By torchrun itself in `make test-all`; the quick suite has torchrun's agent in tests/test_elastic.py."""
     (tmp_path / "program.py").write_text(program())
-    done = run_program(["program.py"], processes, cwd=tmp_path, is_fresh=IS_FRESH or processes > 1)
+    done = run_program(["program.py"], processes, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoint" / "plan.json").exists()
     losses = [

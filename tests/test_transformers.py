@@ -228,7 +228,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("mesh", "name", "mode"), _cases())
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 def test_equals_one_process(mesh: str, name: str, mode: str) -> None:
     run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, name, mode, {})
 
