@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dmp import DmpError
 
 LIMIT_S = 10.0
-"""A probe may take so long on a rank."""
+"""A probe may take so long on a rank, where it is not a whole program."""
 
 ERROR, RIGHT = "named error", "right numbers"
 GOOD = (ERROR, RIGHT)
@@ -42,13 +42,20 @@ class Outcome:
         return self.end in GOOD
 
 
-def outcome_of(name: str, attempt: Callable[[], None], after_error: Callable[[], None], must: str = "") -> Outcome:
+def outcome_of(
+    name: str,
+    attempt: Callable[[], None],
+    after_error: Callable[[], None],
+    must: str = "",
+    limit_s: float = LIMIT_S,
+) -> Outcome:
     """Run a probe on this rank.
 
     Args:
         attempt: returns when the numbers are right, raises `Wrong` where they are not.
         after_error: raises `Wrong` where something was changed although there was an error.
         must: `ERROR` or `RIGHT` where only that end is right.
+        limit_s: that it may take.
     """
     began = time.monotonic()
     text = ""
@@ -70,7 +77,7 @@ def outcome_of(name: str, attempt: Callable[[], None], after_error: Callable[[],
             end = f"wrong after the error: {wrong}"
     if end in GOOD and must and end != must:
         end = f"expected {must}, came {end}"
-    if seconds > LIMIT_S:
+    if seconds > limit_s:
         end = f"took {seconds:.0f} s, then {end}"
     return Outcome(name, end, text, seconds)
 

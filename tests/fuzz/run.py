@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.fuzz import divergent, inputs, meshes, misuse, plans, sources
+from tests.fuzz import divergent, inputs, meshes, misuse, plans, programs, sources
 from tests.fuzz.outcome import ERROR, LIMIT_S, RIGHT, Outcome, merged
 from tests.ranks import RankError, run_apart, run_ranks
 
@@ -19,6 +19,7 @@ CATEGORIES = {
     "sources": (sources, 0, 250),
     "misuse": (misuse, 2, 210),
     "divergent": (divergent, 2, 60),
+    "programs": (programs, 4, 60),
 }
 """Name -> module, ranks (0: in this process), how many probes a whole run has."""
 
@@ -32,15 +33,16 @@ def run(name: str, seed: int, count: int | None = None) -> list[Outcome]:
         return [apart(probe) for probe in divergent.probes(seed, count or whole)]
     if not ranks:
         return [module.run(probe) for probe in module.probes(seed, count or whole)]
-    return [on_ranks(module.run, probe, ranks) for probe in module.probes(seed, count or whole)]
+    limit_s: float = getattr(module, "LIMIT_S", LIMIT_S)
+    return [on_ranks(module.run, probe, ranks, limit_s) for probe in module.probes(seed, count or whole)]
 
 
-def on_ranks(fn: Callable[[Any], Outcome], probe: object, ranks: int) -> Outcome:
+def on_ranks(fn: Callable[[Any], Outcome], probe: object, ranks: int, limit_s: float) -> Outcome:
     """One probe on the pool of so many ranks, which stays for the next unless the probe hangs or kills it."""
     try:
-        return merged(run_ranks(ranks, fn, probe, timeout=2 * LIMIT_S))
+        return merged(run_ranks(ranks, fn, probe, timeout=2 * limit_s))
     except RankError as error:
-        return Outcome(str(probe), "ranks hang, die or raise", str(error), 2 * LIMIT_S)
+        return Outcome(str(probe), "ranks hang, die or raise", str(error), 2 * limit_s)
 
 
 def apart(probe: divergent.Probe) -> Outcome:
