@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardingEnv, to_unsharded
 from sharders import FSDPWrapper
 from tests.ranks import mesh, run_ranks
 
@@ -104,3 +105,22 @@ def shows_what_was_written(kept: bool | None) -> list[bool]:
 def test_what_is_written_while_weights_are_gathered_is_seen(kept: bool | None) -> None:
     for seen in run_ranks(2, shows_what_was_written, kept, timeout=20):
         assert seen == [True] * len(seen)
+
+
+def freezes_what_is_gathered(by_model: bool) -> None:
+    """Between a forward and its backward pass; copies, and the plain module, have it frozen."""
+    model, x = wrapped(None), torch.randn(3, 4)
+    kept = model(x)
+    first, *_, last = (name for name, _ in model.named_parameters())
+    for name in (first, last):
+        frozen = dict(model.named_parameters())[name] if by_model else model.module.get_parameter(name)
+        frozen.requires_grad_(False)
+    for made in (copy.deepcopy(model), to_unsharded(model), model):
+        assert {name for name, p in made.named_parameters() if not p.requires_grad} == {first, last}
+    del kept
+
+
+@pytest.mark.parametrize("by_model", [True, False])
+def test_what_is_frozen_while_weights_are_gathered_is_frozen_in_copies(by_model: bool) -> None:
+    """A copy trained on what was frozen by the gathered weight, a plain module what was frozen by the chunk."""
+    run_ranks(2, freezes_what_is_gathered, by_model, timeout=20)

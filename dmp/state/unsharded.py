@@ -57,7 +57,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     _allocate(plain)
     if isinstance(model, DistributedModelParallel):
         model.give_changes(plain)
-    trained = {name: p.requires_grad for name, p in live.named_parameters()}
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}  # of chunks, where some are gathered
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(trained[name])
     targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}

@@ -27,9 +27,9 @@ _WORDS = {
     "nothing that the block returned had a tensor of it, so that nobody saw the pass begin there. Blocks may return "
     "tensors in lists, dicts, sets, objects and functions; one that returns a generator, or writes its result into an "
     "argument, is to return the tensor too",
-    "has been marked as ready twice": "blocks that share a weight are computed again by torch.utils.checkpoint with "
-    "use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient for complete after the first. "
-    "Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
+    "has been marked as ready twice": "blocks that share a weight, or that two forwards have run, are computed again "
+    "by torch.utils.checkpoint with use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient "
+    "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
 }
 """What torch's error has in it -> what ours says."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -31,6 +32,7 @@ def chunks_shown(module: nn.Module, *, as_state: bool = False) -> Iterator[None]
     was = [unit._sharded_state for unit in units]
     for unit in units:
         for held in unit.fsdp_params:
+            _tell_frozen(held)
             held._setattr_on_modules(held.sharded_param)
         if as_state:
             unit._sharded_state = type(unit._sharded_state).SHARDED
@@ -44,6 +46,14 @@ def chunks_shown(module: nn.Module, *, as_state: bool = False) -> Iterator[None]
             for held in () if unit.is_sharded else unit.fsdp_params:
                 whole = held._unsharded_param if unit.is_unsharded else held._sharded_post_forward_param
                 held._setattr_on_modules(whole)
+
+
+def _tell_frozen(held: Any) -> None:
+    """Have the chunk know what was frozen, or unfrozen, of what is gathered of it."""
+    was, whole = getattr(held, "is_trained", None), getattr(held, "_unsharded_param", None)
+    if was is not None and whole is not None and whole.requires_grad is not was:
+        held.sharded_param.requires_grad_(whole.requires_grad)
+        held.is_trained = whole.requires_grad
 
 
 def wholes(module: nn.Module) -> set[int]:

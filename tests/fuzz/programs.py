@@ -217,8 +217,8 @@ class Program:
         self.finish()
 
     def two_forwards(self) -> None:
-        if self.in_backward == "adagrad":
-            return  # an update for each lookup, which is said
+        if self.in_backward == "adagrad" or self.spec.again:
+            return  # an update for each lookup, which is said; passes within the pass, which DDP refuses
 
         def both(mean: Callable[[], torch.Tensor]) -> torch.Tensor:
             first = mean()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import attribute_of, deep_copy, places_of
+from dmp import attribute_of, deep_copy, map_nested, places_of
 from sharders.tensor_parallel.structure.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -115,6 +115,11 @@ def _around(function: FunctionType, cells: Iterable[CellType], memo: Mapping[int
     return made
 
 
+def _without_graph(value: Any, _: str) -> Any:
+    """Of an output of a reentrant checkpoint, which would be given that of the next, and lead to itself."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
 class _Repeat(nn.Module):
     """Stands for a block like one that has run: the same output again."""
 
@@ -125,7 +130,11 @@ class _Repeat(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         like = self.like[0]
-        return self.last[id(like)] if id(like) in self.last else like(*args, **kwargs)
+        # Private in torch, whether a backward pass runs: a reentrant checkpoint computes it again there, for its graph.
+        if id(like) not in self.last or torch._C._current_graph_task_id() != -1:
+            return like(*args, **kwargs)
+        last = self.last[id(like)]
+        return last if torch.is_grad_enabled() else map_nested(last, _without_graph)
 
     def __getitem__(self, key: Any) -> Any:
         return self.like[0][key]
