@@ -1,25 +1,31 @@
 """Deep copies of modules that hold what Python does not copy: groups of ranks, locks, open files, writers of logs.
 
-Such a module trains as it is, and under DDP. Its copies, made here for a look or to be unsharded, share it with it.
+Such a module trains as it is, and under DDP. Its copies, made here for a look or to be unsharded, share it with it. A
+user's own object with a lock inside (a cache, a memory of past samples) is state that both write then, which is said.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from dmp.names import join_name
+from dmp.ranks.saying import say_once
+
 _REFUSALS = (TypeError, ValueError)
 """`cannot pickle '_thread.lock' object`, and of ctypes."""
 
 
-def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+def deep_copy(value: Any, memo: dict[int, Any] | None = None, *, is_to_keep: bool = False) -> Any:
     """`copy.deepcopy`, but what it refuses of modules' attributes, or the value itself, is the same object in the copy.
 
     Args:
         memo: of `copy.deepcopy`.
+        is_to_keep: a user keeps the copy, and is told what of the user's own it shares.
     """
     given = dict(memo or {})
     memo = {} if memo is None else memo
@@ -31,10 +37,29 @@ def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
         modules = list(value.modules())
         held = {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         known = {**held, **{id(m): m for m in modules}, **given}
+        shared = {
+            id(v): (join_name(path, name), v)
+            for path, m in value.named_modules()
+            for name, each in vars(m).items()
+            for v in _refused(each, known)
+        }
+        for name, each in shared.values():
+            if is_to_keep and _is_own(type(each)):
+                say_once(
+                    f"a copy of {type(value).__name__} shares {name!r} ({type(each).__name__}) with the model, for "
+                    "Python does not copy it: what one of them writes there, the other reads",
+                    by_first=True,
+                )
         memo.clear()
         memo.update(given)
-        memo.update((id(v), v) for m in modules for each in vars(m).values() for v in _refused(each, known))
+        memo.update((key, v) for key, (_, v) in shared.items())
         return copy.deepcopy(value, memo)
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is a user's: locks, files, queues and groups of ranks are there to be shared."""
+    is_pythons = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    return not is_pythons and not kind.__module__.startswith(("torch._C", "torch.distributed"))
 
 
 def _refused(value: Any, known: dict[int, Any]) -> Iterator[Any]:

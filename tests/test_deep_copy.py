@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dmp import DistributedModelParallel, ShardingEnv, to_unsharded, verify
 from dmp.deep_copy import deep_copy
+from dmp.ranks.saying import say_once
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import Llama
 
@@ -21,6 +22,13 @@ class Holding(Llama):
     def __init__(self) -> None:
         super().__init__()
         self.group, self.held = dist.group.WORLD, {"lock": [threading.Lock()], "sizes": [1]}
+
+
+class Memory:
+    """A user's own, with a lock inside."""
+
+    def __init__(self) -> None:
+        self.lock, self.seen = threading.Lock(), 0
 
 
 def of_a_model(axis: str) -> None:
@@ -45,3 +53,15 @@ def test_what_is_copied_is_copied() -> None:
     assert made.held["lock"] is module.held["lock"]  # type: ignore[index]
     assert made.held["sizes"] == [1] and made.held["sizes"] is not module.held["sizes"]  # type: ignore[index]
     assert made.held["self"] is made and made.weight is not module.weight
+
+
+def test_what_both_write_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A user's own object with a lock inside: the copy went on with the model's memory in silence."""
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    module[0].held = [Memory(), threading.Lock()]  # type: ignore[assignment]
+    model = DistributedModelParallel(module, ShardingEnv.single())
+    for make in (copy.deepcopy, to_unsharded):
+        say_once.cache_clear()
+        make(model)
+        assert ["shares '0.held' (Memory) with the model" in text for text in caplog.messages] == [True]
+        caplog.clear()

@@ -51,7 +51,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     memo.update((id(tensor), tensor.detach().clone()) for tensor in computed(root.modules()))
     copy_scripted(root, memo)
-    plain: nn.Module = deep_copy(root, memo)
+    plain: nn.Module = deep_copy(root, memo, is_to_keep=True)
     if root is not live:
         _take_buffers(live, plain)
     _allocate(plain)
@@ -70,7 +70,7 @@ def _parent_unsharded(parent: nn.Module) -> nn.Module:
     if isinstance(parent, nn.parallel.DistributedDataParallel):
         return to_unsharded(parent.module)
     memo: dict[int, Any] = {id(m): to_unsharded(m) for m in wrapped_in(parent).values()}
-    made: nn.Module = deep_copy(parent, memo)
+    made: nn.Module = deep_copy(parent, memo, is_to_keep=True)
     return made.cpu()
 
 

@@ -36,7 +36,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     if made.skeleton is not None:
         memo.update({id(sharded): copy.deepcopy(sharded, memo) for sharded in made.sharded})
     copy_scripted(made.module, memo)
-    module = deep_copy(made.module if made.skeleton is None else made.skeleton, memo)
+    module = deep_copy(made.module if made.skeleton is None else made.skeleton, memo, is_to_keep=True)
     new = replace(stopped(made), device=device, module=module, running=module, skeleton=None)
     new = replace(new, split_watch=None, since_split=None)
     if made.skeleton is not None:
