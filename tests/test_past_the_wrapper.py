@@ -8,9 +8,12 @@ import pickle
 
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from dmp import DistributedModelParallel, RanksError, ShardingEnv
+from sharders import FSDPWrapper
 from tests.ranks import mesh, run_ranks
+from tests.test_past_hooks import Generating
 
 
 def wrapped_and_let_go() -> tuple[list[float], bool]:
@@ -43,3 +46,15 @@ def past_its_forward_on_one_rank() -> None:
 def test_a_pass_that_is_past_the_forward_on_one_rank_alone_is_told() -> None:
     for error in run_ranks(2, past_its_forward_on_one_rank, expect=RanksError):
         assert "past its forward" in str(error)
+
+
+def calls_one_unit() -> None:
+    env, wrapper = ShardingEnv.from_mesh(mesh((2,), ("shard",))), FSDPWrapper(units=["encoder.layers.*"])
+    model = DistributedModelParallel(Generating(), env, data_parallel_wrapper=wrapper)
+    with torch.no_grad(), CommDebugMode() as counts:
+        model.get_submodule("encoder.layers.1")(torch.randn(3, 2, 4))
+    assert counts.comm_counts[torch.ops.c10d._allgather_base_] == 1
+
+
+def test_a_unit_is_gathered_without_what_the_root_gathers() -> None:
+    run_ranks(2, calls_one_unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,26 @@ def _alone() -> None:
 
 def test_one_process_without_a_group() -> None:
     run_ranks(1, _alone)
+
+
+def _lists_only_what_it_has() -> list[int]:
+    """As a user's own sharded module, whose parameters are those of this rank."""
+    theirs = their_sharder("ebc")
+    shard = theirs.shard
+
+    def shard_and_leave_out(*args: Any, **options: Any) -> Any:
+        made = shard(*args, **options)
+        listed = [(name, p) for name, p in made.named_parameters() if p.numel()]
+        made.named_parameters = lambda *_, **__: iter(listed)
+        return made
+
+    plan = {f"embedding_bags.t{i}.weight": table_wise(i % 2) for i in range(3)}
+    with mock.patch.object(type(theirs), "shard", side_effect=shard_and_leave_out) as patched:
+        patched.__signature__ = inspect.signature(shard)
+        model = DistributedModelParallel(make_module("ebc"), plan=plan, sharders=[TorchRecSharder(theirs)])
+    return [p.numel() for p in model.parameters()]
+
+
+def test_a_table_that_is_elsewhere_has_an_empty_parameter() -> None:
+    first, second = run_ranks(2, _lists_only_what_it_has)
+    assert [size > 0 for size in first] == [True, False, True] and [size > 0 for size in second] == [False, True, False]
