@@ -358,7 +358,9 @@ def test_what_torchrecs_pipelines_are_made_of() -> None:
         _ = pipeline.none_such
 
 
-class Halved(dmp.TrainPipelineSparseDist):
+class Halved(dmp.TrainPipelineSparseDist[torch.Tensor, torch.Tensor]):
+    """By its types, as TorchRec's is subclassed: it was \"not subscriptable\"."""
+
     def _backward(self, losses: torch.Tensor) -> None:
         super()._backward(losses / 2)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from dmp.errors import ShardError
 from dmp.pipeline.pipeline import TrainPipeline
 
 _log = logging.getLogger("dmp")
+
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 _STEPS = frozenset(
     ("fill_pipeline", "enqueue_batch", "dequeue_batch", "copy_batch_to_gpu", "inplace_copy_batch_to_gpu")
@@ -28,8 +31,8 @@ _STEPS = frozenset(
 """What TorchRec's pipelines are made of and these are not, and subclasses of them override."""
 
 
-class _Named(TrainPipeline):
-    """What the pipelines below share."""
+class _Named(TrainPipeline, Generic[In, Out]):
+    """What the pipelines below share; of a batch and an output, as TorchRec's are, which scripts write out."""
 
     # Kept by a `_next_batch` of a subclass, as TorchRec's is.
     _dataloader_iter: Iterator[Any] | None = None
@@ -69,7 +72,7 @@ class _Named(TrainPipeline):
             _log.warning("%s: %s has no meaning here, and changes nothing", type(self).__name__, ", ".join(named))
 
 
-class TrainPipelineBase(_Named):
+class TrainPipelineBase(_Named[In, Out]):
     """Reads and copies the next batch while this one computes; the ids of each are sent in its turn."""
 
     def __init__(
@@ -84,7 +87,7 @@ class TrainPipelineBase(_Named):
         self._say_meaningless(enable_inplace_copy_batch=enable_inplace_copy_batch)
 
 
-class TrainPipelineSparseDist(_Named):
+class TrainPipelineSparseDist(_Named[In, Out]):
     """`TrainPipeline` with TorchRec's arguments.
 
     Args:
@@ -136,7 +139,7 @@ class TrainPipelineSparseDist(_Named):
         )
 
 
-class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """`TrainPipelineSparseDist`: tables lie in the memory of their device, so there is no cache to fetch rows into."""
 
     def __init__(
@@ -165,7 +168,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         )
 
 
-class EvalPipelineSparseDist(TrainPipelineSparseDist):
+class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """Forwards alone, whatever the model's mode; as for any forward, `torch.no_grad()` is the caller's."""
 
     def __init__(
