@@ -21,7 +21,7 @@ _REFUSALS = (TypeError, ValueError)
 
 
 def deep_copy(value: Any, memo: dict[int, Any] | None = None, *, is_to_keep: bool = False) -> Any:
-    """`copy.deepcopy`, but what it refuses of modules' attributes, or the value itself, is the same object in the copy.
+    """`copy.deepcopy`, but what it refuses in modules' attributes, or in the value, is the same object in the copy.
 
     Args:
         memo: of `copy.deepcopy`.
@@ -32,17 +32,12 @@ def deep_copy(value: Any, memo: dict[int, Any] | None = None, *, is_to_keep: boo
     try:
         return copy.deepcopy(value, memo)
     except _REFUSALS:
-        if not isinstance(value, nn.Module):
-            return value
-        modules = list(value.modules())
-        held = {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
-        known = {**held, **{id(m): m for m in modules}, **given}
-        shared = {
-            id(v): (join_name(path, name), v)
-            for path, m in value.named_modules()
-            for name, each in vars(m).items()
-            for v in _refused(each, known)
-        }
+        modules = list(value.named_modules()) if isinstance(value, nn.Module) else []
+        held = (t for _, m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+        known = {**{id(t): t for t in held}, **{id(m): m for _, m in modules}, **given}
+        attributes = [(join_name(path, name), each) for path, m in modules for name, each in vars(m).items()]
+        found = ((name, v) for name, each in attributes or [("", value)] for v in _refused(each, known))
+        shared = {id(v): (name, v) for name, v in found}
         for name, each in shared.values():
             if is_to_keep and _is_own(type(each)):
                 say_once(

@@ -34,7 +34,9 @@ class Memory:
 def of_a_model(axis: str) -> None:
     model = DistributedModelParallel(Holding(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
     verify(model, Holding(), torch.arange(8).reshape(2, 4))
+    model.module.held = {**model.module.held, "sizes": [2]}  # since the wrap: copies had what it was then
     plain = to_unsharded(model)
+    assert plain.held["sizes"] == [2] and plain.held["sizes"] is not model.module.held["sizes"]
     assert plain.group is dist.group.WORLD
     assert plain.held["lock"] == model.module.held["lock"]
     assert copy.deepcopy(model).module.group is dist.group.WORLD

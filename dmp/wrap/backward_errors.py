@@ -29,7 +29,8 @@ _WORDS = {
     "argument, is to return the tensor too",
     "has been marked as ready twice": "blocks that share a weight, or that two forwards have run, are computed again "
     "by torch.utils.checkpoint with use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient "
-    "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
+    "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={"
+    "'use_reentrant': False})",
 }
 """What torch's error has in it -> what ours says."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.deep_copy import deep_copy
 from dmp.names import around
 
 _log = logging.getLogger("dmp")
@@ -98,8 +99,8 @@ class SinceSplit:
             if is_computed or (isinstance(value, _FIXED + _CALLED) and name in then and value is then[name]):
                 continue
             try:
-                new.__dict__[name] = copy.deepcopy(value, memo)
-            except (TypeError, RuntimeError) as error:  # of locks, or of results that have a graph
+                new.__dict__[name] = deep_copy(value, memo)
+            except RuntimeError as error:  # of results that have a graph
                 _log.warning("a copy has %r of %s as it was at wrapping: %s", name, type(old).__name__, error)
 
     def _give_hooks(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
