@@ -298,6 +298,11 @@ class ShardingEnv:
         return [i for i, role in enumerate(self.roles) if role in roles]
 
 
+def has_role(axis: str) -> bool:
+    """Whether an axis of that name has a role without being given one."""
+    return axis in _ROLE_OF_NAME
+
+
 def env_of_torchrec(theirs: Any, device_type: str | None = None) -> ShardingEnv:
     """Ours for an env of TorchRec's: its process group as one axis, or one process. Collective, as `from_mesh` is.
 

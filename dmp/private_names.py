@@ -95,6 +95,7 @@ Profiles
 Groups, meshes, DTensor
 - `_get_default_store`, `_new_process_group_helper`, `_world`: a group made by its own ranks alone, its store known
 - `_flatten`, `_concatenate`: one mesh out of several axes
+- `_get_root_mesh`: which axes there are besides those that a DTensor lies on
 - `_storage_Use_Count`, `_cdata`: whether a program holds views of a table's memory beside the parameter
 - `torch._C._distributed_c10d._register_process_group`, `torch._C._distributed_c10d._resolve_process_group`,
   `_distributed_c10d`, `_create_work_from_future`, `_dim_group_names`, `_pg_registry`, `_thread_id`, `_op_dispatcher`:

@@ -1,15 +1,28 @@
-"""Stages of torch.distributed.pipelining, each wrapped on what is left of the mesh: weights are one process's."""
+"""Stages of a pipeline, each on what is left of the mesh, wrapped or split by other means: one process's numbers."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
+from dmp import (
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    clip_grad_norm_,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.ranks import mesh, run_ranks
 
 MICRO = 2
@@ -42,6 +55,46 @@ def by_stages(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_stages_of_a_schedule(axis: str) -> None:
     run_ranks(4, by_stages, axis)
+
+
+def of_stages_that_nobody_wrapped(folder: str) -> None:
+    """Each has parameters, and buffers, of the same names."""
+    both = mesh((2, 2), ("pp", "dp"))
+    at = both.get_local_rank("pp")
+    plain, split, other = (nn.BatchNorm1d(4) for _ in range(3))
+    nn.init.constant_(plain.weight, at + 1.0)
+    split.load_state_dict(plain.state_dict())
+    for module in (split, other):
+        fully_shard(module, mesh=both["dp"])
+    for module in (plain, split):
+        (module(torch.arange(8.0).view(2, 4)) * (at + torch.eye(4)[:2])).sum().backward()
+        clip_grad_norm_(module, 0.1)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (plain, split, other)]
+    optimizers[0].step(), optimizers[1].step()
+    save_checkpoint(f"{folder}/{at}", split, optimizers[1])
+    load_checkpoint(f"{folder}/{at}", other, optimizers[2])
+    for module, optimizer in zip((split, other), optimizers[1:], strict=True):
+        torch.testing.assert_close(full_state_dict(module), dict(plain.state_dict()))
+        state = full_optimizer_state_dict(module, optimizer)["state"]
+        torch.testing.assert_close(state, full_optimizer_state_dict(plain, optimizers[0])["state"])
+
+
+def test_stages_that_nobody_wrapped_keep_apart(tmp_path: Path) -> None:
+    """All got the first stage's values, and were clipped by a mean of both norms, in silence."""
+    run_ranks(4, of_stages_that_nobody_wrapped, str(tmp_path))
+
+
+def of_copies() -> None:
+    """Where only the tensor axis splits, what is written is written once."""
+    both = mesh((2, 2), ("dp", "tp"))
+    module = parallelize_module(parts()[1], both["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    whole = full_state_dict(module, rank0_only=True)
+    assert bool(whole) is (both.get_rank() == 0)
+    torch.testing.assert_close(whole, dict(parts()[1].state_dict()) if whole else {})
+
+
+def test_copies_of_what_is_split_are_of_one_model() -> None:
+    run_ranks(4, of_copies)
 
 
 def in_two(axis: str) -> None:

@@ -42,7 +42,7 @@ from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
-from dmp.state.find_wrapped import common_env, env_of
+from dmp.state.find_wrapped import env_of, known_env
 from dmp.state.optimizer_state import told_of
 from dmp.wrap.half_steps import say_of_half_a_step
 
@@ -62,10 +62,10 @@ def save_checkpoint(
     Between two steps: after a backward pass, tables that are updated in it are a step ahead of all else until
     `optimizer.step()`, which is said once.
 
-    Collective over `model.env` (for a plain module: the default group, where there is one). An existing checkpoint at
-    `path` is replaced in one step when the new one is whole; a failed save leaves it as it was. Anything else that lies
-    there, a folder with other files in it or a file, is an error before a byte is written. So is a second save to the
-    path while one runs, of any process that sees it.
+    Collective over `model.env` (for a plain module: the ranks of its DTensors, else the default group). An existing
+    checkpoint at `path` is replaced in one step when the new one is whole; a failed save leaves it as it was. Anything
+    else that lies there, a folder with other files in it or a file, is an error before a byte is written. So is a
+    second save to the path while one runs, of any process that sees it.
 
     Args:
         path: a folder that every rank sees.
@@ -107,7 +107,7 @@ def save_checkpoint(
 
 
 def _env_of_save(model: nn.Module) -> ShardingEnv:
-    return common_env(model) or default_env()
+    return known_env(model) or default_env()
 
 
 @alone("load_checkpoint", at_rest=True)
@@ -122,10 +122,10 @@ def load_checkpoint(
 ) -> Any:
     """Fill a model, and its optimizer, from a checkpoint of any mesh and plan; returns `extra` as it was saved.
 
-    Collective over `model.env`; a plain module is filled by this process alone. Each rank reads what it holds.
-    In-backward optimizers are filled too, `optimizer` where it is given; a checkpoint without any optimizer state
-    leaves in-backward optimizers as they are. Random state comes back rank by rank on an equal mesh; on another it is
-    derived from the saved state and the data rank (tensor-parallel ranks draw the same).
+    Collective over `model.env`; a plain module without DTensors is filled by this process alone. Each rank reads what
+    it holds. In-backward optimizers are filled too, `optimizer` where it is given; a checkpoint without any optimizer
+    state leaves in-backward optimizers as they are. Random state comes back rank by rank on an equal mesh; on another
+    it is derived from the saved state and the data rank (tensor-parallel ranks draw the same).
 
     Args:
         path: one of

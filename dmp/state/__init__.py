@@ -2,6 +2,7 @@
 verified. In reading order:
 
 - `find_wrapped`: the wrapped models inside a module
+- `dtensor_ranks`: the ranks that hold a module which nobody wrapped, by its DTensors
 - `gather`: full state dicts
 - `unsharded`: a plain module with the weights in place
 - `local_chunks`: which chunks of its parameters a rank holds

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from dmp.contracts import FusedParameter
-from dmp.env import ShardingEnv, default_env
+from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.foreign import type_name
 from dmp.names import join_name
-from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
+from dmp.state.dtensor_ranks import env_of_dtensors
 from dmp.wrap import live_models as live
 from dmp.wrap.wrapper import DistributedModelParallel
 
@@ -51,9 +51,9 @@ def common_env(model: nn.Module) -> ShardingEnv | None:
     return envs[0][1] if envs else None
 
 
-def env_of(model: nn.Module) -> ShardingEnv:
-    """Of the wrapped models in it, or of one that it is a part of; for a plain module the default one where it has
-    DTensors, else this process alone."""
+def known_env(model: nn.Module) -> ShardingEnv | None:
+    """Of the wrapped models in it, or of one that it is a part of, or where its DTensors are; None where nothing tells
+    of other ranks."""
     env = common_env(model)
     if env is not None:
         return env
@@ -61,7 +61,12 @@ def env_of(model: nn.Module) -> ShardingEnv:
         if any(part is model for part in wrapped.module.modules()):
             of_all: ShardingEnv = wrapped.env
             return of_all
-    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
+    return env_of_dtensors(model)
+
+
+def env_of(model: nn.Module) -> ShardingEnv:
+    """`known_env`, or this process alone."""
+    return known_env(model) or ShardingEnv.single()
 
 
 def joint_plan(model: nn.Module) -> ShardingPlan:

@@ -16,7 +16,7 @@ from dmp.wrap.whole import gather
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, as plain tensors that share nothing with the model.
 
-    Collective over `model.env` (for a plain module with DTensors: over the default group). Each rank holds its result
+    Collective over `model.env` (for a plain module: over the ranks of its DTensors). Each rank holds its result
     and pieces of a few MB; with `rank0_only` the others hold pieces alone. What ranks hold in copies that differ, as
     BatchNorm's statistics of their own samples, is each rank's own; a checkpoint has rank 0's.
 
