@@ -119,8 +119,7 @@ The generators of random numbers
 Others' objects
 - `dmp/wrap/outer_wrappers.py: outer.__class__ =`: of one DDP around nothing but wrapped models, so that it passes calls
   on
-- a module that is averaged as copies holds what averages it in its vars, as held_until_called, until that is called
-  (sharders/data_parallel/unreached.py)
+- a module holds the wrapped model in its vars, as held_until_called, until that is called (dmp/wrap/live_models.py)
 - `dmp/wrap/keyed.py: optimizer.__class__ =`: of one optimizer of ours, so that it is one of TorchRec's too
 - `dmp/ranks/groups.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
 - `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -21,12 +22,14 @@ from dmp import (
     ChunkedTensor,
     DistributedModelParallel,
     ShardingEnv,
+    full_optimizer_state_dict,
     full_state_dict,
     load_checkpoint,
     ranks,
     row_wise,
     save_checkpoint,
     to_unsharded,
+    verify,
 )
 from tests.equality import env_of
 from tests.ranks import mesh, run_ranks
@@ -155,6 +158,23 @@ def _of_what_is_inside(folder: str) -> None:
 def test_the_module_inside_is_gathered_and_saved_like_the_model(tmp_path: Path) -> None:
     """Of a save it had no state of optimizers in the backward pass, which a load then missed."""
     run_ranks(2, _of_what_is_inside, str(tmp_path / "saved"))
+
+
+def _kept_by_its_module(axis: str) -> None:
+    model = wrap(ShardingEnv.from_mesh(mesh((2,), (axis,))), optimizer="rowwise_adagrad")
+    whole, state, module = full_state_dict(model), full_optimizer_state_dict(model), model.module
+    del model  # which has not been called
+    gc.collect()
+    torch.testing.assert_close(full_state_dict(module), whole)
+    torch.testing.assert_close(full_optimizer_state_dict(module)["state"], state["state"])
+    same_values(to_unsharded(module), Net())
+    assert verify(module, Net(), batch(torch.distributed.get_rank()))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_model_that_its_module_alone_keeps(axis: str) -> None:
+    """As after `fully_shard(module)`: it was of no wrapped model any more, and its optimizers had no state."""
+    run_ranks(2, _kept_by_its_module, axis)
 
 
 def _of_a_stage() -> None:

@@ -13,7 +13,7 @@ from dmp.deep_copy import deep_copy
 from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
-from dmp.state.find_wrapped import env_of, wrapped_in
+from dmp.state.find_wrapped import env_of, in_force, wrapped_in
 from dmp.wrap.half_steps import say_of_half_a_step
 from dmp.wrap.skeleton import computed, copy_scripted
 from dmp.wrap.whole import gather
@@ -30,6 +30,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     Raises:
         ShardError: a sharded module without `unsharded()`, or one that leaves a tensor on meta.
     """
+    model = in_force(model).get("", model)
     if not isinstance(model, DistributedModelParallel) and wrapped_in(model):
         return _parent_unsharded(model)
     say_of_half_a_step(model)

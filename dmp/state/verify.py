@@ -19,7 +19,7 @@ from dmp.foreign import type_name
 from dmp.inference_mode import outside_inference_mode
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
-from dmp.state.find_wrapped import env_of, fused_parameters, wrapped_in
+from dmp.state.find_wrapped import env_of, fused_parameters, in_force, wrapped_in
 from dmp.state.gather import full_state_dict
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap.whole import gather
@@ -71,7 +71,7 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
         DmpError: on every rank, naming each output and gradient that differs by more than rounding explains, or the
             rank on which the plain module fails.
     """
-    env = env_of(model)
+    env, model = env_of(model), in_force(model).get("", model)
     if not isinstance(module, nn.Module) or wrapped_in(module):
         raise ShardError(f"verify(model, module, batch): expected the unsharded module second; got {type_name(module)}")
     with entry("verify", env.everyone):

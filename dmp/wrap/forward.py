@@ -29,6 +29,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_tracing(args, kwargs)
     _refuse_graphs(model.env)
     _refuse_clones(model)
+    vars(model.module).pop(live.HELD, None)
     begin_pass()
     model.hold_parameters()
     agree_on_forward(model)

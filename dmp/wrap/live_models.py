@@ -20,6 +20,9 @@ that one optimizer, or one list to clip, holds parameters of, ranks do the same 
 copies_of: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 """Models that are copies of one another -> what they have in common."""
 
+HELD = "held_until_called"
+"""Where a module has the wrapped model, see `_Held`."""
+
 _at_first: list[Callable[[], None]] = []
 
 
@@ -54,9 +57,21 @@ def add(model: Any) -> None:
     if model not in models and model not in copies_of:
         _say_who_is_cut_otherwise(model)
     models[model] = None
+    vars(model.module)[HELD] = _Held(model)
     look()
     while _at_first:
         _at_first.pop()()
+
+
+class _Held:
+    """In a module: it has the wrapped model until that is called. Who wraps a module and goes on with it, as after
+    `fully_shard(module)`, would train each rank's own, from when garbage is collected on that rank on."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return object, ()  # copies and files have a name of nothing
 
 
 def say_who_keeps_another_plan(model: Any) -> None:

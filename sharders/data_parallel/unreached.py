@@ -68,7 +68,6 @@ class AnyReachDDP(OwnRowsDDP):
         handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]
         handles += hear_thawed(self._frozen, _Reached(_nowhere, weakref.ref(self)))
         weakref.finalize(self, _remove, handles)
-        vars(self.module)[_Held.NAME] = _Held(self)
         hear_of_copies(self, attrgetter("_trained"))
         refuse_steps(self, attrgetter("is_unaveraged"), attrgetter("_trained"))
 
@@ -86,7 +85,6 @@ class AnyReachDDP(OwnRowsDDP):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward averages gradients, unless inside `no_sync`."""
-        vars(self.module).pop(_Held.NAME, None)
         if torch.is_grad_enabled():
             self._recover()
         output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -251,19 +249,6 @@ class _Reached(AfterGradient):
         of = self._of()
         if of is not None:
             of.begin_past()
-
-
-class _Held:
-    """In a module: it has what averages its gradients, until that is called: who wraps a module and goes on with it, as
-    after `fully_shard(module)`, would train each rank's own, from when garbage is collected on that rank on."""
-
-    NAME = "held_until_called"
-
-    def __init__(self, of: AnyReachDDP) -> None:
-        self._of = of
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return object, ()  # copies and files have a name of nothing
 
 
 def _nowhere(p: torch.Tensor) -> None:
