@@ -147,7 +147,7 @@ def tables_from_before_wrapping() -> None:
     module, other = Net(), Net()
     attach(module.rows, "sgd")
     other.rows.weight, before = module.rows.weight, module.rows.weight.detach().clone().requires_grad_()
-    DistributedModelParallel(module, env, plan={"rows.weight": row_wise()})
+    model = DistributedModelParallel(module, env, plan={"rows.weight": row_wise()})
     other(torch.arange(5)).sum().backward()
     (expected,) = torch.autograd.grad(functional_call(other, {"rows.weight": before}, torch.arange(5)).sum(), before)
     torch.testing.assert_close(other.rows.weight.detach(), before - LR * expected)

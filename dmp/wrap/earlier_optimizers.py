@@ -22,6 +22,7 @@ from dmp.wrap.written_earlier import held_weakly, look_after
 
 _SHOWN = 5
 _wraps = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
+_NEVER = -1
 
 
 class _Change:
@@ -94,7 +95,7 @@ def follow(optimizer: Optimizer) -> None:
         ShardError: naming the parameters, where the optimizer has state for them, or keeps them outside its groups
             too; nothing is changed.
     """
-    if optimizer.__dict__.get("_dmp_wraps") == _wraps:
+    if optimizer.__dict__.get("_dmp_wraps") in (_wraps, _NEVER):
         return
     old = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     new = {key: p for key, p in zip(old, successors(old.values()), strict=True) if p is not old[key]}
@@ -102,6 +103,11 @@ def follow(optimizer: Optimizer) -> None:
         _check_can_follow(optimizer, [old[key] for key in new])
         _exchange(optimizer, new)
     optimizer.__dict__["_dmp_wraps"] = _wraps
+
+
+def stay(optimizer: Optimizer) -> None:
+    """Have it train what it was made for, where the wrapped model has another for its own."""
+    optimizer.__dict__["_dmp_wraps"] = _NEVER
 
 
 def successors(parameters: Iterable[Any]) -> list[Any]:

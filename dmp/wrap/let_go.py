@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.wrap.earlier_optimizers import stay
+
 _WORTH_COLLECTING = 1 << 28
 """Bytes in cycles with their optimizers for which it is looked for them: with a thousand tables that costs 0.3 s."""
 
@@ -49,6 +51,8 @@ def _let_go(old: nn.Parameter) -> None:
     for handle in handles:
         handle.remove()
     param_to_acc_grad_map.pop(old, None)
+    for optimizer in old._in_backward_optimizers:  # type: ignore[attr-defined]  # of who else has the table
+        stay(optimizer)
     if handles:
         is_trained = old.requires_grad
         old.requires_grad_(True).register_post_accumulate_grad_hook(_update)  # a frozen one takes none
