@@ -101,7 +101,8 @@ def test_an_optimizer_that_is_said_to_be_right_is_left_alone() -> None:
 
 def takes_both_kinds(option: str) -> None:
     """As in two groups; by torch's lists of tensors of all kinds, which take one at a time."""
-    together, apart = ([next(model.parameters()) for model in wrapped(2)] for _ in range(2))
+    models = wrapped(2), wrapped(2)  # kept: a model that is garbage on one rank alone has turns of its own there
+    together, apart = ([next(model.parameters()) for model in each] for each in models)
     with torch.no_grad():
         for p, q in zip(together, apart, strict=True):
             local_of(q).copy_(local_of(p))

@@ -86,13 +86,9 @@ class _AverageThawed(AfterGradient):
 
     __slots__ = ("_end", "_group", "_turn", "_weak")
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        turn: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._weak, self._group, self._turn, self._end = [*map(weakref.ref, parameters)], group, turn, PassEnd()
+    def __init__(self, frozen: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: _Turn) -> None:
+        self._weak = [*map(weakref.ref, frozen)]  # which hold it, where Python's collector does not look
+        self._group, self._turn, self._end = group, turn, PassEnd()
 
     def __call__(self, _: torch.Tensor) -> None:
         if not self._end.is_queued:
