@@ -282,23 +282,25 @@ def test_weights_listed_before_wrapping(axis: str) -> None:
 class Shared(nn.Module):
     """One block twice, computed again each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.block = nn.Linear(4, 4)
+        self.times, self.block, self.last = times, nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(2):
+        for _ in range(self.times):
             x = checkpoint(self.block, x, use_reentrant=True)
+        x = self.last(x)
         return x
 
 
 def shared_and_computed_again() -> None:
     env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
-    model = DistributedModelParallel(Shared(), env=env)
-    with pytest.raises(ShardError, match=r"share a weight, .* are computed again .* use_reentrant=False"):
-        model(torch.ones(2, 4)).sum().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    for times in (2, 1):
+        model = DistributedModelParallel(Shared(times), env=env)
+        beside = model.module.block(x).sum() if times == 1 else 0.0  # which comes when all are averaged already
+        with pytest.raises(ShardError, match=r"share a weight, .* are computed again .* use_reentrant=False"):
+            (beside + model(x).sum()).backward()
 
 
 def test_blocks_that_share_a_weight_and_are_computed_again_are_explained() -> None:

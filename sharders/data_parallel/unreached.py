@@ -155,8 +155,10 @@ class AnyReachDDP(OwnRowsDDP):
 
     def _complete(self) -> None:
         """At the end of the backward pass: gradients for what it did not reach, with which DDP finishes."""
-        if len(self._reached) < len(self._trained):
-            ids = {id(p) for p in self._reached}
+        ids = {id(p) for p in self._reached}
+        if len(ids) < len(self._reached):  # by passes within this one, of which the last came after DDP had averaged
+            raise RuntimeError("a parameter has been marked as ready twice")  # as DDP's own, which is explained
+        if len(ids) < len(self._trained):
             _accumulate_nothing([p for p in self._trained if id(p) not in ids], self._sparse)
         if thawed := [p for p in self._frozen if p.requires_grad]:  # since the forward, and reached past it
             average_gradients(thawed, self.process_group)

@@ -292,7 +292,7 @@ class Program:
             part: torch.Tensor = module.blocks[0](x).square().mean()
             return part
 
-        with_loss = float(self.rng.random() < 0.5)
+        with_loss = self.rng.random() < 0.5 and not self.spec.again
         ours, theirs = of_part(self.model.module, self.env.data_rank), self.mean(lambda r: of_part(self.whole, r))
         if with_loss:
             ours, theirs = ours + self.loss(self.model), theirs + self.mean(lambda rank: self.loss(self.whole, rank))
