@@ -24,6 +24,13 @@ def _step(model: torch.nn.Module, ranks: range, of: int, step: int) -> None:
     optimizer.zero_grad()
 
 
+def _both(axis: str) -> tuple[DistributedModelParallel, Net]:
+    """Wrapped on the ranks of the test, and plain."""
+    env = ShardingEnv.from_mesh(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=(axis,)))
+    plan = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": table_wise(1)}
+    return DistributedModelParallel(Net(), env=env, plan=plan), Net()
+
+
 def _evaluated_alike(model: torch.nn.Module, whole: torch.nn.Module, ids: torch.Tensor) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(model(ids), whole(ids), atol=1e-5, rtol=1e-5)
@@ -51,9 +58,8 @@ def test_an_evaluation_comes_first(axis: str, items: str) -> None:
 
 
 def _after_freezing(axis: str, is_copy: bool) -> None:
-    env = ShardingEnv.from_mesh(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=(axis,)))
-    plan = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": table_wise(1)}
-    model, whole = DistributedModelParallel(Net(), env=env, plan=plan), Net()
+    model, whole = _both(axis)
+    env = model.env
     model = copy.deepcopy(model) if is_copy else model
     mine = range(env.data_rank, env.data_rank + 1)
     for step, is_trained in enumerate((True, False, True)):
@@ -73,9 +79,8 @@ def test_a_weight_is_frozen_before_an_evaluation(axis: str, is_copy: bool) -> No
 
 def _state_in_an_evaluation(axis: str, folder: str) -> None:
     """Each call that an evaluation may make of the best model so far; training goes on as if it had not been made."""
-    env = ShardingEnv.from_mesh(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=(axis,)))
-    plan = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": table_wise(1)}
-    model, whole = DistributedModelParallel(Net(), env=env, plan=plan), Net()
+    model, whole = _both(axis)
+    env = model.env
     mine = range(env.data_rank, env.data_rank + 1)
     _step(model, mine, 1, 0)
     _step(whole, range(env.data_size), env.data_size, 0)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv
+from tests.oracle import in_backward
 from tests.ranks import mesh, run_ranks
 
 
@@ -56,3 +57,25 @@ def _trained(axis: str, what: str) -> None:
 def test_what_was_frozen_in_the_last_forward_is_averaged(axis: str, what: str) -> None:
     """`model.module.body(x)` of a body that the last forward had frozen gave copies each rank's own gradients."""
     run_ranks(2, _trained, axis, what)
+
+
+def _updated(what: str) -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    module, whole = Two(), Two()
+    for each in (module, whole):
+        in_backward(torch.optim.SGD, each.body.parameters(), lr=0.1)
+    model = DistributedModelParallel(module, env=env)
+    for each in (module, whole):
+        each.body.requires_grad_(False)
+        each.head.requires_grad_(what == "some")
+    model(_samples(env.rank))
+    for each in (module, whole):
+        each.body.requires_grad_(True)
+    module.body(_samples(env.rank)).square().mean().backward()
+    (sum(whole.body(_samples(rank)).square().mean() for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(dict(module.body.named_parameters()), dict(whole.body.named_parameters()))
+
+
+@pytest.mark.parametrize("what", ["some", "all"])
+def test_optimizers_in_the_backward_pass_wait_for_the_average(what: str) -> None:
+    run_ranks(2, _updated, what)

@@ -19,9 +19,6 @@ class AfterGradient:
 
     __slots__ = ()
 
-    def __call__(self, p: torch.Tensor) -> None:
-        raise NotImplementedError
-
 
 def forget_earlier(parameters: Iterable[torch.Tensor]) -> None:
     """Drop what was put on parameters for another average: when that is collected is each rank's own affair."""

@@ -62,7 +62,7 @@ class AnyReachDDP(OwnRowsDDP):
         self._is_awaited = self._is_local = self._has_left = self.has_local = False
         self.has_averaged = self.process_group.size() == 1  # there is nothing to
         self._end = PassEnd()
-        self._later, self._updated = LaterHooks(), Updated(self._trained)
+        self._later, self._updated = LaterHooks(), Updated([*self._trained, *self._frozen])
         self._turn: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self._reach = _Reached(self._reached.append, weakref.ref(self))
         handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]

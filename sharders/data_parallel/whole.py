@@ -24,6 +24,7 @@ from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.thawed import AfterGradient, hear_thawed
 from sharders.data_parallel.unfinished import refuse_steps
 from sharders.data_parallel.unreached import average_gradients, with_graph
+from sharders.data_parallel.updated import Updated
 
 _Turn = Callable[[], AbstractContextManager[None]]
 
@@ -96,14 +97,17 @@ class _AverageThawed(AfterGradient):
                 self._end.queue(self._complete)
 
     def _complete(self) -> None:
-        average_gradients([p for ref in self._weak if (p := ref()) is not None and p.requires_grad], self._group)
+        thawed = [p for ref in self._weak if (p := ref()) is not None and p.requires_grad]
+        average_gradients(thawed, self._group)
         self._end.clear()
+        Updated(thawed).step()
 
 
 def average_thawed(
     frozen: Sequence[torch.Tensor], group: dist.ProcessGroup, everyone: dist.ProcessGroup | None
 ) -> None:
     """Average the gradients of parameters that are all frozen, should some be trained before the next forward."""
+    Updated(frozen)  # not at once, by this rank's own gradient
     average = _AverageThawed(frozen, group, _turn_of("the average of unfrozen weights", everyone))
     hear_thawed(frozen, average)
 

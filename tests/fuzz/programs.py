@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dmp
 from dmp import DistributedModelParallel, PlanError
 from tests.fuzz.outcome import RIGHT, Outcome, Wrong, outcome_of
 from tests.fuzz.program_model import OPTIMIZERS, SHAPES, Model, Spec, drawn_env, drawn_layout
+from tests.oracle import in_backward
 
 STEPS = 10
 LIMIT_S = 40.0
@@ -99,7 +99,7 @@ class Program:
         model = Model(self.spec).double()
         if self.in_backward:
             tables = [model.users.weight, model.items.weight, model.words.weight]
-            apply_optimizer_in_backward(_IN_BACKWARD[self.in_backward], tables, {"lr": 0.05})
+            in_backward(_IN_BACKWARD[self.in_backward], tables, lr=0.05)
         return model
 
     def plan(self) -> dict[str, dmp.Layout]:
