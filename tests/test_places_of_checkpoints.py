@@ -57,6 +57,23 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "~step-2"]
 
 
+def saved_and_loaded(place: str) -> bool:
+    model = DistributedModelParallel(nn.EmbeddingBag(8, 4), plan={"weight": row_wise()})
+    whole = dmp.full_state_dict(model)["weight"]
+    dmp.save_checkpoint(place, model)
+    torch.nn.init.zeros_(model.module.weight)
+    dmp.load_checkpoint(place, model)
+    dmp.export_safetensors(f"{place}-exported", model)
+    return dmp.latest(os.path.dirname(place)) == Path(place) and torch.equal(
+        dmp.full_state_dict(model)["weight"], whole
+    )
+
+
+def test_a_name_that_is_no_utf_8(tmp_path: Path) -> None:
+    """In a folder named in another encoding, and where the locale is C."""
+    assert all(run_ranks(2, saved_and_loaded, os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")))
+
+
 def no_path_on_one() -> list[str]:
     model, rank = DistributedModelParallel(nn.Linear(2, 1)), torch.distributed.get_rank()
     calls: dict[str, Any] = {

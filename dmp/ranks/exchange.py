@@ -90,7 +90,7 @@ def _outermost(what: str) -> str:
 
 
 def _raise_parted(what: str, control: dist.ProcessGroup) -> None:
-    names = _gather_bytes(what.encode()[:_NAME_BYTES], _NAME_BYTES, control)
+    names = _gather_bytes(_encoded(what)[:_NAME_BYTES], _NAME_BYTES, control)
     texts = (name.rstrip(b"\0").decode(errors="replace") for name in names)
     raise RanksError(parted_text({rank: f"in {text}" for rank, text in enumerate(texts)}))
 
@@ -155,4 +155,9 @@ def _bytes(data: torch.Tensor) -> bytes:
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    return int.from_bytes(hashlib.sha256(_encoded(text)).digest()[:8], "big", signed=True)
+
+
+def _encoded(text: str) -> bytes:
+    """Of any text: a path whose bytes are no UTF-8 has surrogates."""
+    return text.encode(errors="backslashreplace")
