@@ -7,6 +7,7 @@ checkpoint's size (for safetensors, one file's) once more while it runs, the mem
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Iterable
@@ -38,7 +39,7 @@ def mapped(shapes: Shapes, folder: Path) -> dict[str, torch.Tensor]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as file:
             if hasattr(os, "posix_fallocate"):  # macOS has none
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
-            data = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
+            data = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
         tensors[name] = data.view(dtype).view(size)
     return tensors
 
