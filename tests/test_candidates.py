@@ -191,6 +191,21 @@ def test_kernels_go_into_the_plan_and_its_memory() -> None:
         Constraint(kernel="uvm")
 
 
+def test_the_nearest_layout_is_told_where_it_would_lie() -> None:
+    planner = ShardingPlanner(small_memory(1000), {"t0": Constraint(ranks=[2])}, batch_size=1)
+    with pytest.raises(PlanError, match=r"nearest layout, table_wise\(2\), rank 2 is \d+ bytes"):
+        planner.plan(bags((5000, 16)), [BagSharder()], one_axis(3))
+
+
+def test_an_optimizer_in_the_backward_pass_is_not_counted_where_the_dense_kernel_forgets_it() -> None:
+    """The table then has a gradient, and the state of an optimizer that nobody knows, whatever had been attached."""
+    module, env = bags((5000, 16)), one_axis(1)
+    planner = ShardingPlanner(constraints={"*": Constraint(kernel="dense")}, batch_size=1)
+    plans = [planner.plan(module, [BagSharder(of, ("table_wise",))], env) for of in (None, "rowwise_adagrad")]
+    assert plans[1].report.rank_bytes == plans[0].report.rank_bytes > 4 * 5000 * 16 * 4
+    assert plans[1].report.step_seconds == plans[0].report.step_seconds
+
+
 def test_what_is_short_by_bytes_alone_is_told_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(30_000 + 10 * i, 512) for i in range(300)]
     env, sharder, memory = hosts(1, 8), Open(only=("table_wise", "row_wise")), 1_500_000_000

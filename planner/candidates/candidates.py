@@ -103,7 +103,9 @@ class Candidates:
             PlanError: a parameter that is left without a layout, or constraints that contradict each other.
         """
         env = setting.env
-        infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
+        infos = {name: as_constrained(info, constraints[name]) for name, (_, info) in parameters.items()}
+        if leeway.no_state:
+            infos = {n: replace(of, state_bytes=(0, 0)) if of.optimizer is None else of for n, of in infos.items()}
         told, samples = setting.observed, setting.batch_size * env.table_size / env.tensor_size
         seen = {} if told is None else {n: told.curve_of(n, info) for n, info in infos.items()}
         own = setting.batch_size / env.tensor_size
@@ -353,13 +355,13 @@ class Candidates:
         return range(first, stop)
 
 
-def _as_constrained(info: ParameterInfo, constraint: Constraint, leeway: Leeway) -> ParameterInfo:
+def as_constrained(info: ParameterInfo, constraint: Constraint) -> ParameterInfo:
     """What is known of a parameter, with the kernel that a constraint gives it."""
-    if info.optimizer is not None:
-        return info
-    if constraint.kernel == "fused":
+    if constraint.kernel == "dense" and info.optimizer is not None:  # which another then takes the place of
+        return replace(info, optimizer=None, state_bytes=None if info.trained else (0, 0), mixes_columns=None)
+    if constraint.kernel == "fused" and info.optimizer is None:
         return replace(info, optimizer="sgd", state_bytes=(0, 0), mixes_columns=False)
-    return replace(info, state_bytes=(0, 0)) if leeway.no_state else info
+    return info
 
 
 def _named(

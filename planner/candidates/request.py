@@ -23,7 +23,7 @@ from operator import or_
 import numpy as np
 
 from dmp import Layout, ModuleSharder, ParameterInfo, shown_bytes
-from planner.candidates.candidates import Candidates, Leeway
+from planner.candidates.candidates import Candidates, Leeway, as_constrained
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
@@ -140,7 +140,8 @@ def answer(
         NoPlan: there is none.
         PlanError: see `Request.candidates`.
     """
-    unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None and info.trained]
+    infos = {n: as_constrained(info, request.constraints[n]) for n, (_, info) in request.parameters.items()}
+    unknown = [name for name, info in infos.items() if info.optimizer is None and info.trained]
     failed: NoPlan | None = None
     leeways = _LEEWAYS[: 1 if not gives_up else 2 if not unknown else None]
     for leeway in leeways:
