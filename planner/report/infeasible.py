@@ -64,10 +64,12 @@ def _needed(found: NoPlan, short: str) -> str:
         pinned = found.request.pinned[found.names[0]]
         return f"with it pinned as {pinned}, and what else is pinned there, rank {error.rank} is {short}"
     row = candidates.table_rows[candidates.item_class[error.item]][error.option]
+    layout, family = candidates.example(row.rows[0]), row.family
+    if family.pieces == 1 and error.rank is not None:  # there, not on the first ranks
+        layout = candidates.layout(found.names[0], family, row.rows[0], [error.rank // family.size])
     needed = float(candidates.costed.wholes(len(found.problem.capacity))[0][list(row.rows), BYTES].sum())
     return (
-        f"with the nearest layout, {candidates.example(row.rows[0])}, rank {error.rank} is {short} of "
-        f"{shown_bytes(needed)} when it comes to it"
+        f"with the nearest layout, {layout}, rank {error.rank} is {short} of {shown_bytes(needed)} when it comes to it"
     )
 
 

@@ -73,7 +73,8 @@ class PlanReport(Figures):
         index_of = {of: index for index, of in enumerate(self.planned.names)}
         matched, hint = named_by(name, self.planned.names)
         if not matched:
-            raise KeyError(f"no planned parameter answers to {name!r}; {hint}")
+            dense = "; dense weights are by block: print(report)" if self.dense else ""
+            raise KeyError(f"no planned parameter answers to {name!r}; {hint}{dense}")
         shown = matched[:_EXPLAINED_AT_ONCE]
         text = explained(self, [index_of[each] for each in shown])
         more = len(matched) - len(shown)
