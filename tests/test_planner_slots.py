@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import planner.search.slots as module
+from planner import Constraint, ShardingPlanner, Topology
 from planner.search.best import Best
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
@@ -16,6 +17,7 @@ from planner.search.slots import Loads, Slots, slots
 from planner.search.slotted import pack_slots
 from planner.search.starts import starts
 from planner.search.tight import pour
+from tests.planner_bags import BagSharder, bags, one_axis
 from tests.test_planner_families import Rows, check, drawn, problem, search
 
 MOST = 1e9
@@ -110,3 +112,11 @@ def test_a_piece_for_each_rank_or_two_is_found() -> None:
     solution = search(p)
     check(p, solution)
     assert solution.seconds < 1.07 * solution.lower_bound  # without: 1.085; with: 1.061
+
+
+def test_a_step_of_microseconds_beside_much_memory_is_planned() -> None:
+    """Its limits are no part of a sum with the bytes: the price that began from it was none, and doubled for ever."""
+    pooling = {f"t{i}": Constraint(pooling_factor=(1, 100)[i % 2]) for i in range(12)}
+    planner = ShardingPlanner(Topology(1e11, 2.5e12, 6e13, 4.5e11, 0.0), pooling, batch_size=1)
+    planner.plan(bags(*[(10**6, 64)] * 12), [BagSharder()], one_axis(12))
+    assert planner.report is not None and planner.report.gap < 0.05

@@ -269,7 +269,8 @@ class _Menu:
         if needed > room:
             if float(self.weight @ np.where(is_open, slots, np.inf).min(1)) > room:
                 return np.inf, taken, limit[self.own :]
-            low, high = 0.0, self.price or float(limit.sum() - limit[self.own - 1]) / room
+            # Beside the bytes of much memory a few microseconds are rounded to none, four times which is none again.
+            low, high = 0.0, self.price or max(float(limit.sum() - limit[self.own - 1]) / room, 1e-30)
             while True:
                 taken, needed = self._cheapest(cost, slots, high)
                 if needed <= room or high > 1e30:
