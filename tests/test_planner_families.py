@@ -199,6 +199,15 @@ def test_what_fits_only_over_all_ranks_is_put_down_before_what_fits_anywhere() -
     assert all(part is not None for part in pour(p, Cuts.of(p)))
 
 
+def test_what_all_items_put_on_every_rank_has_room_from_the_first() -> None:
+    """One that would fill a rank is cut, for of the many that follow each takes a little there too."""
+    none, one = np.zeros(2), np.array([0.0, 1.0])
+    rows: Rows = [(0, 1, 65, 1, none, 0.1 * one, none, 1)]
+    rows += [(item, 1, 0, 0, 0.05 * one, none, 0.005 * one, 1) for item in range(1, 281)]
+    p = problem(rows, 4, 7.0, [1])
+    assert all(part is not None for part in pour(p, Cuts.of(p)))
+
+
 def test_the_last_byte_is_found_by_a_programme() -> None:
     """Numbers that fill two ranks in one way only, which no order of putting them down finds."""
     pytest.importorskip("scipy")

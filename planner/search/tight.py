@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from planner.search.cost_table import Array
@@ -21,6 +23,7 @@ def pour(problem: Problem, cuts: Cuts) -> list[Part | None]:
     Raises:
         Infeasible: nothing of an item's class fits what is left.
     """
+    problem = _reserved(problem)
     table = problem.table
     whole = cuts.mean[:, -1]
     least = np.minimum.reduceat(whole, cuts.start[:-1])
@@ -44,6 +47,20 @@ def pour(problem: Problem, cuts: Cuts) -> list[Part | None]:
         return found
     assert fault is not None
     raise fault
+
+
+def _reserved(problem: Problem) -> Problem:
+    """The same with what items put on every rank at least there beforehand: those before leave room for it."""
+    table, least = problem.table, np.full(len(problem.starts) - 1, np.inf)
+    is_whole = table.filled == len(problem.capacity)
+    is_whole[list(table.ragged)] = False
+    fixed, everywhere, base = table.fixed.copy(), table.everywhere.copy(), problem.base.copy()
+    np.minimum.at(least, table.owner, everywhere[:, -1] + np.where(is_whole, fixed[:, -1], 0.0))
+    base[:, -1] += least[problem.item_class].sum()
+    common = np.minimum(everywhere[:, -1], least[table.owner])
+    everywhere[:, -1] -= common
+    fixed[:, -1] -= np.where(is_whole, least[table.owner] - common, 0.0)
+    return replace(problem, items=(), base=base, table=replace(table, fixed=fixed, everywhere=everywhere))
 
 
 def _poured(problem: Problem, order: list[int], is_spread: bool) -> list[Part | None] | Infeasible:
