@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dmp import DistributedModelParallel, RanksError, ShardingEnv, full_state_dict
 from tests.ranks import mesh, run_ranks
@@ -89,6 +90,42 @@ def trains_with_hooks(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 def test_hooks_see_what_one_process_has(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """They had a rank's part: a mean of it trained each rank otherwise, in silence."""
     run_ranks(2 if len(shape) == 1 else 4, trains_with_hooks, shape, names)
+
+
+def gradients_of_activations(model: Any, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Kept, as Grad-CAM does, and told to hooks on tensors, which double one."""
+    kept: list[torch.Tensor] = []
+    told: list[torch.Tensor | None] = [None]
+
+    def keep(_: nn.Module, __: Any, out: torch.Tensor) -> None:
+        out.retain_grad()
+        kept.append(out)
+
+    def tell(_: nn.Module, args: Any) -> None:
+        args[0].register_hook(lambda grad: told.append(grad) or 2 * grad)
+
+    first, second = getattr(model, "module", model).blocks
+    first.mlp[0].register_forward_hook(keep)
+    second.attention.qkv.register_forward_hook(keep)
+    first.mlp[2].register_forward_pre_hook(tell)
+    model(x).square().mean().backward()
+    before = next(p for name, p in model.named_parameters() if name.endswith("blocks.0.mlp.0.bias")).grad
+    whole = before.full_tensor() if isinstance(before, DTensor) else before
+    return [*(out.grad for out in kept), *told[1:], whole]
+
+
+def asks_for_gradients() -> None:
+    model = DistributedModelParallel(made(), ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours, theirs = gradients_of_activations(model, x), gradients_of_activations(made(), x)
+    assert len(ours) == len(theirs) == 4
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_gradients_of_what_hooks_are_shown_are_the_wholes() -> None:
+    """They had none, and hooks on such tensors were never called, in silence."""
+    run_ranks(2, asks_for_gradients)
 
 
 def parts_ways() -> str:

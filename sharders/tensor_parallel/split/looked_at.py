@@ -3,7 +3,8 @@
 A hook on what is split (a student's features beside a teacher's, a penalty on activations) was given this rank's part:
 a mean of it is another on each rank, and trained each otherwise in silence. Before a forward of the model its hooks,
 whenever they were put on, are put behind what makes parts, or in front, each in its own place, from which its handle
-removes it; what they change is cut again. Ranks agree on where there are any: they bring parts together there.
+removes it; what they change, or ask the gradient of, is cut again. Ranks agree on where there are any: they bring
+parts together there.
 """
 
 from __future__ import annotations
@@ -186,19 +187,19 @@ class _Looking:
         args, *rest = given
         shown = tuple(self._whole(each, self.parts_in) for each in args)
         if self.is_before:
-            versions = [*map(_version, shown)]
+            were = [*map(_left_on, shown)]
             new = self.hook(module, shown, *rest)
-            written = [now != was for now, was in zip(map(_version, shown), versions, strict=True)]
-            kept = {id(x): own for x, own, is_new in zip(shown, args, written, strict=True) if not is_new}
-            new = shown if new is None and any(written) else new
+            left = [now != was for now, was in zip(map(_left_on, shown), were, strict=True)]
+            kept = {id(x): own for x, own, is_new in zip(shown, args, left, strict=True) if not is_new}
+            new = shown if new is None and any(left) else new
             return None if new is None else self._changed(new, kept, args)
         *kwargs, output = rest
         seen = self._whole(output, self.parts_out)
-        version = _version(seen)
+        was = _left_on(seen)
         new = self.hook(module, shown, *kwargs, seen)
-        is_written = _version(seen) != version
-        new = seen if new is None and is_written else new
-        return None if new is None or (new is seen and not is_written) else self._cut(new, output, self.parts_out)
+        is_left = _left_on(seen) != was
+        new = seen if new is None and is_left else new
+        return None if new is None or (new is seen and not is_left) else self._cut(new, output, self.parts_out)
 
     def _changed(self, new: Any, kept: Mapping[int, Any], args: tuple[Any, ...]) -> Any:
         """What a hook on inputs gives; of what it left as it was, what there was."""
@@ -245,5 +246,8 @@ class _Looking:
         return plain(whole.redistribute(placements=[Shard(x.dim())])).flatten(-2)
 
 
-def _version(x: Any) -> int:
-    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0
+def _left_on(x: Any) -> tuple[int, int, bool]:
+    """What a hook leaves on a tensor: what it writes, and asks of its gradient, which is to go through it then."""
+    if not isinstance(x, torch.Tensor):
+        return 0, 0, False
+    return 0 if x.is_inference() else x._version, len(x._backward_hooks or ()), x.retains_grad
