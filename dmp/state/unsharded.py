@@ -58,9 +58,10 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     _allocate(plain)
     if isinstance(model, DistributedModelParallel):
         model.give_changes(plain)
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}  # of chunks, where some are gathered
+    held = dict(model.named_parameters())  # chunks, where some are gathered
     for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(trained[name])
+        parameter.data = parameter.data.to(held[name].dtype)  # a collection is made by its configs, and was cast since
+        parameter.requires_grad_(held[name].requires_grad)
     targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
     gather(model.state_dict(), env_of(model), out=targets, what="to_unsharded")
     return plain

@@ -69,6 +69,14 @@ def test_a_module_that_was_wrapped_is_scripted_for_serving() -> None:
     torch.testing.assert_close(torch.jit.script(ebc)(ids).values(), ebc(ids).wait().values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_module_that_was_cast_is_unsharded_in_its_dtype(dtype: torch.dtype) -> None:
+    """Tables had that of their configs: float64 was rounded, in silence."""
+    model = DistributedModelParallel(model_of().to(dtype))
+    plain, values = dmp.to_unsharded(model), dmp.full_state_dict(model)
+    assert all(p.dtype is dtype and torch.equal(p, values[name]) for name, p in plain.named_parameters())
+
+
 def test_what_is_read_and_what_is_refused() -> None:
     model = DistributedModelParallel(model_of(torch.optim.SGD, lr=LR))
     assert isinstance(model._plan, ShardingPlan) and model._env is model.env
