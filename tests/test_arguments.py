@@ -72,6 +72,27 @@ def refuses_what_is_wrapped() -> None:
     assert all(torch.equal(again[name], before[name]) for name in before)
 
 
+def refuses_a_shared_weight(axis: str, name: str) -> None:
+    """One that is frozen, or that is in a table wrapped by itself, stays each one's own."""
+    env, (first, second) = ShardingEnv.from_mesh(mesh((2,), (axis,))), (nn.Sequential(Net()), nn.Sequential(Net()))
+    owner, own = first[0].get_submodule(name), second[0].get_submodule(name)
+    own.weight = owner.weight
+    model = DistributedModelParallel(first, env)
+    with pytest.raises(ShardError, match=rf"shares '0.{name}.weight' with a wrapped model, whose '0.{name}.weight' it"):
+        DistributedModelParallel(second, env)
+    assert own.weight.requires_grad and len(list(model.parameters()))
+    own.weight.requires_grad_(False)
+    DistributedModelParallel(second, env)
+    table = nn.EmbeddingBag(8, 4)
+    assert len({DistributedModelParallel(table, env) for _ in range(2)}) == 2
+
+
+@pytest.mark.parametrize(("axis", "name"), [("dp", "users"), ("dp", "over"), ("shard", "over")])
+def test_a_weight_that_another_wrapped_model_has_is_refused(axis: str, name: str) -> None:
+    """Each trained its own from then on, in silence, or DDP told of reentrant checkpoints."""
+    run_ranks(2, refuses_a_shared_weight, axis, name)
+
+
 def two_share_an_activation(axis: str) -> None:
     """As the default of an argument does, `activation: nn.Module = nn.SiLU()`."""
     shared, env = nn.SiLU(), ShardingEnv.from_mesh(mesh((2,), (axis,)))

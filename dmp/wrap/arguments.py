@@ -29,6 +29,8 @@ from dmp.registry import (
     default_data_parallel_wrapper,
     default_sharders,
 )
+from dmp.wrap import live_models
+from dmp.wrap.earlier_optimizers import name_elsewhere
 from dmp.wrap.skeleton import all_tensors
 
 _taken: WeakSet[nn.Module] = WeakSet()
@@ -65,6 +67,7 @@ class Arguments:
         _check_trackers(self.trackers)
         _check_planner(self.planner)
         _check_not_wrapped(self.module)
+        _check_not_shared(self.module, self.env)
         _check_may_be_trained(self.module)
         _check_plain(self.module)
         sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
@@ -197,6 +200,20 @@ def _check_not_wrapped(module: nn.Module) -> None:
             f"({type(each).__name__}) was put on a mesh before, and rank 0's pieces would overwrite the others'. Wrap "
             "the whole model once; to change mesh or plan: to_unsharded(model), or a checkpoint into a new model"
         )
+
+
+def _check_not_shared(module: nn.Module, env: ShardingEnv) -> None:
+    """Each model would train a weight of its own where another was put in its place, and DDP averages one once."""
+    averaged = live_models.models if env.data_size > 1 else ()
+    elsewhere = {id(p): name for model in averaged for name, p in model.named_parameters()}
+    for name, p in module.named_parameters():
+        other = name_elsewhere(p, module) or elsewhere.get(id(p))
+        if other is not None and p.requires_grad:
+            raise ShardError(
+                f"the module to wrap, {type(module).__name__}, shares {name!r} with a wrapped model, whose {other!r} "
+                "it is: they would train it apart. Wrap one module that has both as attributes, and call its parts; or "
+                "wrap a deepcopy, where each is to have its own"
+            )
 
 
 def _check_may_be_trained(module: nn.Module) -> None:

@@ -31,6 +31,9 @@ class _Change:
 
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
 
 class _Replaced:
     """What a replaced parameter knows: the wrapped model, its name there, and when. Not kept where it is pickled."""
@@ -65,7 +68,7 @@ _RESHARDED = _When(
 def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = False) -> Iterator[None]:
     """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
     global _wraps
-    change, when, now = _Change(), _RESHARDED if by_reshard else _WRAPPED, module
+    change, when, now = _Change(module), _RESHARDED if by_reshard else _WRAPPED, module
     named: Any = list(module.named_parameters())
     for name, p in named:
         p._dmp_replaced = _Replaced(change, name, when)
@@ -121,6 +124,15 @@ def successors(parameters: Iterable[Any]) -> list[Any]:
             known[id(model)] = dict(model.named_parameters(remove_duplicate=False))
         found.append(p if mark is None or model is None else known[id(model)].get(mark.name, p))
     return found
+
+
+def name_elsewhere(p: nn.Parameter, module: nn.Module) -> str | None:
+    """Under which a wrapped model that is not of `module`, which has this parameter, has another in its place."""
+    change = getattr(getattr(p, "_dmp_replaced", None), "change", None)
+    if change is None or change.model() is None or any(each is change.module() for each in module.modules()):
+        return None  # a table that was wrapped by itself may be wrapped again
+    name: str = p._dmp_replaced.name  # type: ignore[attr-defined]
+    return name
 
 
 def _check_can_follow(optimizer: Optimizer, old: list[Any]) -> None:
