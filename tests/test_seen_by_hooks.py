@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dmp import DistributedModelParallel, RanksError, ShardingEnv, full_state_dict
+from dmp import DistributedModelParallel, RanksError, ShardingEnv, full_state_dict, ranks
+from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 from tests.test_values_of_heads import HEADS, WIDTH, Model
 
@@ -126,6 +128,41 @@ def asks_for_gradients() -> None:
 def test_gradients_of_what_hooks_are_shown_are_the_wholes() -> None:
     """They had none, and hooks on such tensors were never called, in silence."""
     run_ranks(2, asks_for_gradients)
+
+
+class Hidden(Model):
+    """Gives out its first block's output too, where it is asked."""
+
+    gives = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.blocks[0](x, None)
+        out = self.blocks[1](hidden, None)
+        return {"out": out, "hidden": hidden} if self.gives else out
+
+
+def chunks_are_told() -> list[list[str]]:
+    env, told = ShardingEnv.from_mesh(mesh((2,), ("tp",))), []
+    for kind in ("neither", "hooks", "output"):
+        module = Hidden("plain").double()
+        model = DistributedModelParallel(module, env, sharders=[TensorParallelSharder(sequence_parallel=True)])
+        if kind == "hooks":
+            module.blocks[0].mlp[0].register_forward_hook(lambda *_: None)  # which sees the whole
+            module.blocks[0].mlp[2].register_forward_hook(lambda *_: None)
+        module.gives = kind == "output"
+        with mock.patch.object(ranks, "say_once") as said:
+            for _ in range(2):
+                model(torch.ones(1, 4, WIDTH, dtype=torch.float64))
+        told.append([call.args[0] for call in said.call_args_list])
+    return told
+
+
+def test_chunks_of_the_sequence_are_told() -> None:
+    """A mean of hidden states was another on each rank, without a word."""
+    for nothing, hooks, output in run_ranks(2, chunks_are_told):
+        assert not nothing and len(hooks) == len(output) == 1
+        assert hooks[0].startswith("hooks on blocks.0.mlp.2 see a rank's chunk of the sequence along axis 'tp'")
+        assert output[0].startswith("the model gives out hidden states (1, 2, 16), which are a rank's chunk")
 
 
 def parts_ways() -> str:

@@ -3,6 +3,7 @@
 What goes in and out of a split module is converted by hooks, ours and torch's. One that the program had put there
 before ran ahead of these, and saw DTensors that no other code sees. Inside a branch forward hooks are shown the whole
 (`looked_at`); those on gradients see this rank's, of which a statistic is a number that looks right, so that is said.
+So it is where hidden states are chunks of the sequence, of all hooks and of what the model gives out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dmp import is_inside, ranks, tensors_of
 from sharders.tensor_parallel.split.styles import ON_CHUNKS, Style, family
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dmp")
 
 _KINDS = ("_backward_pre_hooks", "_backward_hooks")
+_EVERY = ("_forward_hooks", "_forward_pre_hooks", *_KINDS)
 _OURS = ("torch", "dmp", "sharders", "planner")
 _WHOLE = ("colwise_gather", "colwise_loss_parallel")
 """What these take and give is whole, or says what it is."""
@@ -67,6 +70,52 @@ def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style
     told = model.register_forward_pre_hook(look)
 
 
+def tell_of_chunks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
+    """Say, once, which hooks of the program see a chunk of the sequence, and that the model gives some out."""
+    first = next((path for path, style in styles.items() if style == "split_sequence"), None)
+    if first is None:
+        return
+    gathering = [path for path, style in styles.items() if style == "gather_input"]
+    watched = {
+        path: module
+        for path, module in model.named_modules()
+        if is_inside(path, first.rpartition(".")[0])
+        and path != first.rpartition(".")[0]
+        and (styles.get(path) == "rowwise_scatter" or not any(path != g and is_inside(path, g) for g in gathering))
+        and family(styles.get(path, "")) != "colwise"
+    }
+    (axis,) = mesh.mesh_dim_names or ("tensor",)
+    part = f"a rank's chunk of the sequence along axis {axis!r} ({mesh.size()} ranks)"
+    shape: torch.Size | None = None
+
+    def look(*_: Any) -> None:
+        found = [path for path, module in watched.items() if any(map(is_of_program, _hooks_of(module, _EVERY)))]
+        if found and not torch.compiler.is_compiling():
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            text = f"hooks on {', '.join(found[:3])}{more} see {part}: a statistic of it is another on each"
+            ranks.say_once(text, by_first=True)
+            told.remove()
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal shape
+        output = output[0] if isinstance(output, tuple) else output
+        shape = None if torch.compiler.is_compiling() else output.shape
+
+    def compare(_: nn.Module, __: Any, output: Any) -> None:
+        if shape is not None and any(x.shape == shape for _, x in tensors_of(output)):
+            ranks.say_once(
+                f"the model gives out hidden states {tuple(shape)}, which are {part}: for the whole's, take "
+                "TensorParallelSharder(sequence_parallel=False)",
+                by_first=True,
+            )
+            kept.remove()
+            compared.remove()
+
+    told = model.register_forward_pre_hook(look)
+    kept = model.get_submodule(first).register_forward_hook(keep)
+    compared = model.register_forward_hook(compare)
+
+
 def _inside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> dict[str, nn.Module]:
     """Those that take or give a part: split Linears and what runs on chunks, and what has no weights beside one."""
     found = {
@@ -83,8 +132,8 @@ def _inside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> di
     return found
 
 
-def _hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
-    return (hook for kind in _KINDS for hook in getattr(module, kind).values())
+def _hooks_of(module: nn.Module, kinds: Iterable[str] = _KINDS) -> Iterable[Callable[..., Any]]:
+    return (hook for kind in kinds for hook in getattr(module, kind).values())
 
 
 def is_of_program(hook: Callable[..., Any]) -> bool:

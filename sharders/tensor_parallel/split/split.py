@@ -15,7 +15,7 @@ from sharders.tensor_parallel.split.attention_weights import gather_attention_we
 from sharders.tensor_parallel.split.local import split_local, split_weights
 from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.plain import writable
-from sharders.tensor_parallel.split.program_hooks import forward_hooks, run_last, tell_of_parts
+from sharders.tensor_parallel.split.program_hooks import forward_hooks, run_last, tell_of_chunks, tell_of_parts
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights, read_local
 from sharders.tensor_parallel.split.shared_keys import sum_shared_keys
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
@@ -78,6 +78,7 @@ def split(
     keep_whole_weights(model, mesh, on_parts, adding)
     run_last(earlier)
     tell_of_parts(model, mesh, styles)
+    tell_of_chunks(model, mesh, styles)
 
 
 def _encoder_layers(model: nn.Module, styles: Mapping[str, Style]) -> list[nn.Module]:
