@@ -154,6 +154,21 @@ def test_clipping_scaling_copying_and_saving_say_nothing() -> None:
     assert run_ranks(2, beside_numbers) == [[], []]
 
 
+def one_column() -> list[str]:
+    seen_part._said.clear()
+    model = DistributedModelParallel(nn.Sequential(nn.EmbeddingBag(40, 1)), plan={"0.weight": row_wise()})
+    weight: Any = model.module[0].weight
+    model(torch.arange(12).view(3, 4)).sum().backward()
+    with Said() as said, torch.no_grad():
+        weight.copy_(weight - 0.1 * torch.zeros_like(weight).mul_(0.9).add_(weight.grad))
+    return [text for text in said.texts if "this rank's part" in text]
+
+
+def test_a_step_by_hand_of_a_table_of_one_column_says_nothing() -> None:
+    """Its weights were taken for something that goes by the numbers of rows."""
+    assert run_ranks(2, one_column) == [[], []]
+
+
 WRITES: dict[str, Callable[[Any, str], Any]] = {
     "data": lambda m, n: first(getattr(m, n).weight.data),
     "filled": lambda m, n: getattr(m, n).weight.data[0].fill_(0),

@@ -238,7 +238,9 @@ def _has_numbered(part: SeenPart, args: Any) -> bool:
         return False
     plain = (each for each in nested(args) if isinstance(each, torch.Tensor) and not isinstance(each, SeenPart))
     of_rows = [(part.shape[0], 1), (part.shape[0],)]
-    return any(each.shape == of_rows[0] or (each.shape == of_rows[1] and each.dtype is torch.bool) for each in plain)
+    beside = [each for each in plain if each.shape in of_rows]
+    is_one_column = part.shape[1] == 1  # whose weights and momentum have that shape too
+    return any(each.dtype is torch.bool or (each.dim() == 2 and not is_one_column) for each in beside)
 
 
 def _is_of_elements(name: str) -> bool:
