@@ -26,6 +26,8 @@ MESHES: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
     ((2, 2), ("host", "local")),
     ((2, 2), ("replicate", "dp")),
     ((1, 4), ("host", "local")),
+    ((2, 2), ("replicate", "tp")),
+    ((1, 2, 2), ("replicate", "shard", "tp")),
 )
 _AdamW, _SGD = torch.optim.AdamW, torch.optim.SGD
 
@@ -80,11 +82,12 @@ class Spec(NamedTuple):
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.num_heads = 4
         # without a bias of keys, whose gradient is zero but for rounding
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=i != 1) for i in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (of(x).unflatten(-1, (4, 2)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        q, k, v = (of(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for of in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
         return out

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dmp
 from dmp import DistributedModelParallel, PlanError
+from tests.fuzz.more_habits import BY_OPTIMIZER, OF_GRADIENTS
 from tests.fuzz.outcome import RIGHT, Outcome, Wrong, outcome_of
 from tests.fuzz.program_model import OPTIMIZERS, SHAPES, Model, Spec, drawn_env, drawn_layout
 from tests.oracle import in_backward
@@ -162,10 +163,10 @@ class Program:
     # ---- a step ----
 
     def step(self) -> None:
-        name = self.rng.choice(HABITS)
-        self.note(name)
+        habit = self.rng.choice((*HABITS, *BY_OPTIMIZER * 2, *(() if self.in_backward else OF_GRADIENTS * 2)))
+        self.note(habit if isinstance(habit, str) else habit.__name__)
         self.batch += 1
-        getattr(self, name)()
+        getattr(self, habit)() if isinstance(habit, str) else habit(self)
         if self.rng.random() < 0.6:
             self.compare()
 
