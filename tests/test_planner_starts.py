@@ -36,6 +36,19 @@ def test_whole_items_take_the_columns_that_the_optimum_has_shares_of() -> None:
     assert np.isfinite(start.cost).all() and (cuts.piece > 0).any()
 
 
+def test_a_piece_that_takes_many_times_what_a_rank_has_costs_infinitely_much() -> None:
+    """Memory of no weight left no number of it, which argmin takes for the least."""
+    p = drawn(5, 40, 64, (1, 2, 8), 24, 1e9, 8)
+    potential = Potential(Placement(p), starts(p, Cuts.of(p))[0].target, 0.0)
+    potential.aim(256)
+    potential.look()
+    loads = np.zeros((2, len(potential.scale)))
+    loads[0, -1] = 20 * p.capacity.max()
+    with np.errstate(over="ignore"):
+        large, none = potential.costs(loads, 1)
+    assert (large == np.inf).all() and (none == 0).all()
+
+
 def test_ways_to_be_like_the_optimum_have_cuts_for_every_class() -> None:
     p = drawn(4, 60, 64, (1, 2, 4, 8, 64), 24, 1e9, 8)
     optimum = lower_bound(p, 1e3, most=4).relaxed

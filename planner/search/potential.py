@@ -95,7 +95,8 @@ class Potential:
         floored = np.maximum(sums, least)
         self.weight = self.scale / self.power * floored ** (1 / self.power - 1)
         total = float(self.scale[:-1].sum())
-        self.weight[-1] = self.memory * total / self.power / self.num_ranks
+        # Of no weight it would leave no number of a piece that takes many times what a rank has.
+        self.weight[-1] = max(self.memory * total / self.power / self.num_ranks, 1e-300)
         value = float((self.scale[:-1] * sums[:-1] ** (1 / self.power)).sum())
         return value + float(self.weight[-1] * sums[-1]) + self._setups()
 
