@@ -7,12 +7,22 @@ has every layout, world and optimizer as a source and as a target.
 from __future__ import annotations
 
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from dmp import ShardingEnv
+from dmp import (
+    CheckpointError,
+    DistributedModelParallel,
+    ShardingEnv,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+    table_wise,
+)
 from tests.ranks import run_ranks
 from tests.state_jobs import (
     DIM,
@@ -150,6 +160,28 @@ def load_all(sources: dict[Place, str], target: Place, kind: str, more: int) -> 
     return each(sources, load, check, lambda source: source.world == target.world)
 
 
+def of_what_is_here(owner: int, wanted: str = "") -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    """An optimizer of this rank's parts alone, as `if p.numel()` gives, and Lightning's BaseFinetuning, for which one
+    empty part is as good as another."""
+    module = nn.ModuleDict({"table": nn.Embedding(6, 4), "top": nn.Linear(4, 1)})
+    model = DistributedModelParallel(module, plan={"table.weight": table_wise(owner)})
+    held = [p for name, p in model.named_parameters() if p.numel() and name.startswith(wanted)]
+    return model, torch.optim.Adagrad(held, lr=0.1)
+
+
+def saved_and_loaded(path: str, owner: int, other: int) -> None:
+    model, optimizer = of_what_is_here(owner)
+    model.module["top"](model.module["table"](torch.tensor([0, 3]))).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+    again, restored = of_what_is_here(other)
+    load_checkpoint(path, again, restored)
+    want, got = (full_optimizer_state_dict(*each)["state"] for each in ((model, optimizer), (again, restored)))
+    assert all(torch.equal(got[name]["sum"], state["sum"]) for name, state in want.items()) and len(got) == 3
+    with pytest.raises(CheckpointError, match=f"rank {other}: .*'table.weight' was saved, but no optimizer here has"):
+        load_checkpoint(path, *of_what_is_here(other, "top"))
+
+
 # ---- in the parent ----
 
 
@@ -184,3 +216,8 @@ def test_the_sample_covers() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_place_loads_every_other(kind: str, target: Place, saves: Saves) -> None:
     check(saves, PLACES, target, kind)
+
+
+@pytest.mark.parametrize(("owner", "other"), [(0, 1), (1, 0)])
+def test_an_optimizer_may_lack_a_table_of_which_its_rank_has_nothing(owner: int, other: int, tmp_path: Path) -> None:
+    run_ranks(2, saved_and_loaded, str(tmp_path / "saved"), owner, other)

@@ -86,10 +86,12 @@ def prepare(
             _prepare_state(load, o, column_widths(model, [o]).get(o.name, ()), saved.get(o.name))
         _prepare_options(load, owned)
         if optimizer is not None:
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            lost = sorted(saved.keys() & names - {o.name for o in owned})
-            for name in lost:
-                load.differs(f"optimizer state of {name!r} was saved, but no optimizer here has that parameter")
+            named = dict(model.named_parameters(remove_duplicate=False))
+            for name in sorted(saved.keys() & named.keys() - {o.name for o in owned}):
+                if named[name].numel():
+                    load.differs(f"optimizer state of {name!r} was saved, but no optimizer here has that parameter")
+                else:  # this rank has nothing of that table, which `if p.numel()` leaves out: checked with the others
+                    load.targets.update(dict.fromkeys(saved[name].values(), as_chunks(torch.empty(0))))
     elif optimizer is not None:
         why = source.about.get("no_state") or "it holds no optimizer state"
         load.faults.append(f"{why}; pass no optimizer to load the weights alone")
