@@ -285,6 +285,17 @@ def half_precision() -> None:
     loss_of(model).backward()
 
 
+def an_optimizer_of_what_is_here() -> None:
+    """One made of what is not empty on this rank would not train what comes to it: told before anything moves."""
+    model = built("none", layout="table_wise")
+    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.numel()])
+    loss_of(model).backward()
+    optimizer.step()
+    with pytest.raises(PlanError, match=r"Adagrad of this rank lacks 'ebc.*, which that of another rank has"):
+        model.reshard(ROW_WISE, optimizer)
+    loss_of(model).backward()
+
+
 def planned(folder: str) -> None:
     """A planner's plan for the plain model; checkpoints before and after fit both."""
     model = built()
@@ -324,6 +335,7 @@ def test_equals_the_unsharded(kind: str) -> None:
 
 
 JOBS = [counts_bytes, refuses, refuses_what_is_under_way, optimizers_follow, users_things_stay, half_precision]
+JOBS += [an_optimizer_of_what_is_here]
 
 
 @pytest.mark.parametrize("job", [*JOBS, nothing_is_left], ids=lambda job: job.__name__)

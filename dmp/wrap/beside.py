@@ -69,10 +69,21 @@ class Beside:
     def moved_state(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Parameter], then: list[Callable[[], Any]]
     ) -> Iterator[Carried]:
-        """That of these parameters; `then` takes what puts it in place."""
+        """That of these parameters; `then` takes what puts it in place.
+
+        Raises:
+            ShardError: an optimizer that lacks what would be this rank's part.
+        """
         by_name = {p.name: p for p in parameters}
         for i, (optimizer, known) in enumerate(zip(optimizers, self.state, strict=True)):
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for name in [name for name in known if name in by_name]:
+                if by_name[name].new.numel() and id(by_name[name].old) not in held:
+                    raise ShardError(
+                        f"{type(optimizer).__name__} of this rank lacks {name!r}, which that of another rank has, and "
+                        "would not train the part that this rank gets: give it all of model.parameters(), also those "
+                        "of which this rank has nothing"
+                    )
                 p, own, moved = by_name[name], optimizer.state.get(by_name[name].old, {}), {}
                 for key, kind in known[name].items():
                     what = f"state {key!r} of {type(optimizer).__name__}"
