@@ -47,6 +47,18 @@ def test_refused_before_anything_is_changed(arguments: dict[str, Any], words: li
     assert {name: (id(m), type(m)) for name, m in module.named_modules()} == before
 
 
+class ListsItsOwn(Net):
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_listing_of_parameters_as_of_older_torch() -> None:
+    with pytest.raises(
+        ShardError, match=r"ListsItsOwn, has a named_parameters.*remove_duplicate.*wrap the module inside"
+    ):
+        DistributedModelParallel(ListsItsOwn())
+
+
 WRAPPED_AGAIN: dict[str, Callable[[Any], nn.Module]] = {
     "the wrapper": lambda model: model,
     "its module": lambda model: model.module,

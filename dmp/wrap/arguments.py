@@ -66,6 +66,7 @@ class Arguments:
         _check_data_parallel_wrapper(self.wrapper)
         _check_trackers(self.trackers)
         _check_planner(self.planner)
+        _check_named(self.module)
         _check_not_wrapped(self.module)
         _check_not_shared(self.module, self.env)
         _check_may_be_trained(self.module)
@@ -185,6 +186,17 @@ def _check_data_parallel_wrapper(wrapper: Any) -> None:
     except TypeError:
         raise ShardError(
             f"{form}, which has wrap{signature(wrap)}: what changes TorchRec's wrapper in place does nothing here"
+        ) from None
+
+
+def _check_named(module: nn.Module) -> None:
+    """Some modules of libraries that group parameters have listings of their own."""
+    try:
+        module.named_parameters(remove_duplicate=False)
+    except TypeError as error:
+        raise ShardError(
+            f"the module to wrap, {type(module).__name__}, has a named_parameters that does not take what torch's takes"
+            f" ({error}): wrap the module inside of it, or add the argument"
         ) from None
 
 
