@@ -12,6 +12,7 @@ from torch import nn
 
 from dmp import Layout, ShardingEnv, data_parallel, row_wise, table_wise
 from planner import Constraint, CostModel, ShardingPlanner
+from planner.candidates import request
 from planner.candidates.candidates import Candidates
 from planner.costs.copies import Travel, conditions, travel, ways
 from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT, SYNC
@@ -98,6 +99,18 @@ def test_the_way_of_which_a_plan_seems_quickest_is_searched() -> None:
     for ways_of in (Candidates.other_ways, lambda *_: iter(())):
         with mock.patch.object(Candidates, "other_ways", ways_of):
             seconds.append(planner.plan(module, default_sharders(), one_axis(4)).report.step_seconds)
+    assert seconds[0] < 0.95 * seconds[1]
+
+
+def test_a_way_with_a_lower_bound_than_what_was_searched_is_searched_too() -> None:
+    """Were all copied, nobody would exchange results; of the large one by itself that does not seem to pay."""
+    module = bags((56, 64), (111, 64), (3232, 16), (67, 64), (382_456, 16))
+    planner, seconds = ShardingPlanner(batch_size=1024, constraints={"*": Constraint(pooling_factor=20)}), []
+    for of_way in (request._of_way, lambda *_: ([], 0.0)):
+        with mock.patch.object(request, "_of_way", of_way):
+            report = planner.plan(module, default_sharders(), one_axis(64)).report
+            seconds.append(report.step_seconds)
+            assert report.lower_bound <= seconds[0] * (1 + 1e-9)
     assert seconds[0] < 0.95 * seconds[1]
 
 

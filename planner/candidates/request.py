@@ -8,7 +8,8 @@ outside the backward pass is left out, which nobody knows before they are made. 
 plan that is likely. Where it finds one that these are not of, that plan is costed anew, and the search asked again with
 what it is of; the quickest plan of all is taken, each costed as what it is. A search's bound is of the plans that its
 costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these,
-and that copy what such plans must (`conditions_of`).
+and that copy what such plans must (`conditions_of`). The way with the lowest such bound is searched where it is well
+below all that was searched: bounds are not exact, and to search every way takes as long again for each.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _CLOSE = 5e-4
 """Nobody cares how much of this part of a bound is missing."""
 _WORK, _WORK_OF_MANY, _FEW = 70.0, 24.0, 650
 """Of a bound of plans of another way, see `lower_bound`: of up to so many items, and of more."""
+_WORTH = 1e-2
+"""By how much plans of another way must be able to cost less than those that were searched, to be searched too;"""
+_BRIEF = 0.3
+"""in so much of the work: many ways turn out to be no better."""
 _NEARLY = 2e-3
 """Part of a bound that is not worth to look closer, where another way may be so much lower."""
 _ROUNDING = 1e-12
@@ -176,10 +181,10 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         Infeasible: as it is, none fits.
     """
     plans: list[_Found] = []
-    bound, known, asked = found[2].lower_bound, list[CostProtocol](), list[tuple[Problem, float]]()
+    own, known, asked = found[2].lower_bound, list[CostProtocol](), list[tuple[Problem, float]]()
     for number in range(_SEARCHES):
         candidates, problem, solution = found
-        bound = min(bound, solution.lower_bound)
+        own = min(own, solution.lower_bound)
         known.append(candidates.setting.model)
         asked.append((problem, solution.lower_bound))
         true = candidates.settled(candidates.copied(solution.choices))
@@ -187,17 +192,15 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
             plans.append(found)
             break
         as_it_is = true.problem(request.dense_bytes)
-        moved = _moved(solution, candidates, true, as_it_is)
-        if (moved.load[:, BYTES] <= as_it_is.capacity).all():
-            plans.append((true, as_it_is, moved))
+        plans += _of_costs(found, true, as_it_is)
         if (number == _SEARCHES - 1 and plans) or (plans and not len(problem.item_class)):
             break
         found = true, as_it_is, _counted(searched(as_it_is, out_of_time, told, request.effort), true)
     if not plans:
         plans.append(found)
-    candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
-    bound = min(bound, solution.seconds)
-    for other in candidates.other_ways(known):
+    best = _quickest(plans)
+    bound, ways = min(own, best[2].seconds), list[tuple[float, Candidates, Problem]]()
+    for other in best[0].other_ways(known):
         problem_of_other = other.problem(request.dense_bytes)
         least = max(seconds - _less_by(problem_of_other, than) for than, seconds in asked)
         if least < bound * (1 - _NEARLY):
@@ -206,7 +209,38 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
             asked.append((problem_of_other, free.seconds))
             least = _held_bound(other, problem_of_other, free, bound, out_of_time)
         bound = min(bound, least)
+        ways.append((least, other, problem_of_other))
+    if bound < own * (1 - _WORTH) and bound < best[2].seconds and not out_of_time():
+        _, other, problem_of_other = ways.pop(min(range(len(ways)), key=lambda i: ways[i][0]))
+        more, least = _of_way(request, other, problem_of_other, out_of_time, told)
+        best = _quickest([best, *more])
+        bound = min(own, best[2].seconds, max(bound, least), *(least for least, *_ in ways))
+    candidates, problem, solution = best
     return candidates, problem, replace(solution, lower_bound=bound)
+
+
+def _quickest(plans: list[_Found]) -> _Found:
+    return min(plans, key=lambda of: of[2].seconds)
+
+
+def _of_costs(found: _Found, true: Candidates, as_it_is: Problem) -> list[_Found]:
+    """The same plan with the costs that it is of, where it fits with them."""
+    candidates, _, solution = found
+    moved = _moved(solution, candidates, true, as_it_is)
+    return [(true, as_it_is, moved)] if (moved.load[:, BYTES] <= as_it_is.capacity).all() else []
+
+
+def _of_way(
+    request: Request, way: Candidates, problem: Problem, out_of_time: Callable[[], bool], told: Told
+) -> tuple[list[_Found], float]:
+    """A plan that was searched with the costs of a way, as what it is, where there is one; and the way's bound."""
+    try:
+        found = way, problem, _counted(searched(problem, out_of_time, told, _BRIEF * request.effort), way)
+    except Infeasible:
+        return [], 0.0
+    true = way.settled(way.copied(found[2].choices))
+    plans = [found] if true is way else _of_costs(found, true, true.problem(request.dense_bytes))
+    return plans, found[2].lower_bound
 
 
 def _less_by(problem: Problem, than: Problem) -> float:
