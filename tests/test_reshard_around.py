@@ -296,6 +296,21 @@ def an_optimizer_of_what_is_here() -> None:
     loss_of(model).backward()
 
 
+def an_optimizer_of_what_is_here_left_out() -> None:
+    """The same where it was not passed, and has not stepped; one of all parameters trains what comes to its rank."""
+    model = built("none", layout="table_wise")
+    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.numel()])
+    with pytest.raises(PlanError, match=r"no optimizer of this rank has 'ebc.*, which one of another rank has"):
+        model.reshard(ROW_WISE)
+    del optimizer
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model.reshard(ROW_WISE)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if name in TABLES}
+    loss_of(model).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in TABLES)
+
+
 def planned(folder: str) -> None:
     """A planner's plan for the plain model; checkpoints before and after fit both."""
     model = built()
@@ -335,7 +350,7 @@ def test_equals_the_unsharded(kind: str) -> None:
 
 
 JOBS = [counts_bytes, refuses, refuses_what_is_under_way, optimizers_follow, users_things_stay, half_precision]
-JOBS += [an_optimizer_of_what_is_here]
+JOBS += [an_optimizer_of_what_is_here, an_optimizer_of_what_is_here_left_out]
 
 
 @pytest.mark.parametrize("job", [*JOBS, nothing_is_left], ids=lambda job: job.__name__)

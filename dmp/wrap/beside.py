@@ -6,6 +6,7 @@ has. So ranks tell each other what there is.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from torch.optim.optimizer import Optimizer
 
 from dmp.errors import ShardError
 from dmp.wrap.carried import Carried, Parameter
+from dmp.wrap.earlier_optimizers import successors
+from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.keyed import is_wrapper
 
 
 @dataclass
@@ -26,14 +30,19 @@ class Beside:
         gradients: parameter name -> dtype of its gradient.
         state: for each optimizer, parameter name -> state name -> dtype of a tensor shaped as the local parameter, or
             what is the same on all ranks: a number, in a tensor or not.
+        held: names of the parameters that any optimizer has, also one that was not passed; of all ranks those that
+            none of this rank has.
     """
 
     gradients: dict[str, torch.dtype] = field(default_factory=dict)
     state: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> Beside:
         """On this rank, of tables of which it has something: what it keeps of others may be old."""
+        ours = {id(p): name for name, p in parameters.items()}
+        anywhere = {ours[id(p)] for p in _held_anywhere() if id(p) in ours}
         parameters = {name: p for name, p in parameters.items() if p.numel()}
         gradients = {name: p.grad.dtype for name, p in parameters.items() if p.grad is not None}
         state = []
@@ -41,22 +50,40 @@ class Beside:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             mine = {name: optimizer.state.get(p, {}) for name, p in parameters.items() if id(p) in held}
             state.append({n: {key: _described(v) for key, v in values.items()} for n, values in mine.items()})
-        return cls(gradients, state)
+        return cls(gradients, state, anywhere)
 
     @classmethod
-    def of_all(cls, told: Sequence[Beside]) -> Beside:
+    def of_all(cls, told: Sequence[Beside], rank: int) -> Beside:
         """On any rank.
+
+        Args:
+            told: by rank.
+            rank: this one.
 
         Raises:
             ShardError: ranks have tensors of several dtypes under one name.
         """
-        found = cls({}, [{} for _ in told[0].state])
+        found = cls({}, [{} for _ in told[0].state], set().union(*(each.held for each in told)) - told[rank].held)
         for each in told:
             _add(found.gradients, each.gradients, "the gradient")
             for whole, of_rank in zip(found.state, each.state, strict=True):
                 for name, values in of_rank.items():
                     _add(whole.setdefault(name, {}), values, f"optimizer state of {name!r}")
         return found
+
+    def check_held(self, parameters: Iterable[Parameter]) -> None:
+        """That what comes to this rank is in an optimizer, where that of other ranks is.
+
+        Raises:
+            ShardError: it is not, and would stay untrained in silence.
+        """
+        for p in parameters:
+            if p.name in self.held and p.new.numel():
+                raise ShardError(
+                    f"no optimizer of this rank has {p.name!r}, which one of another rank has: none would train the "
+                    "part that this rank gets. Make it of all of model.parameters(), also those of which this rank has "
+                    "nothing"
+                )
 
     def moved_gradients(self, parameters: Iterable[Parameter], then: list[Callable[[], Any]]) -> Iterator[Carried]:
         """Those of these parameters; `then` takes what puts them in place."""
@@ -96,6 +123,17 @@ class Beside:
                         carried, moved[key] = p.beside(what, _own(p, what, value, kind), str(i))
                         yield carried
                 then.append(lambda o=optimizer, p=p, moved=moved: _exchange(o, p, moved))  # type: ignore[misc]
+
+
+def _held_anywhere() -> Iterator[Any]:
+    """What this process's optimizers have or, made before the last change of a model, will have at their next step.
+
+    Nobody tells a parameter which optimizers hold it, and one that has not stepped has come by nowhere.
+    """
+    gc.collect()  # one that was let go, and is in a cycle with its scheduler, may be there on some ranks alone
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer) and not isinstance(found, FusedOptimizer) and not is_wrapper(found):
+            yield from successors(p for group in vars(found).get("param_groups", ()) for p in group["params"])
 
 
 def _described(value: Any) -> Any:

@@ -84,7 +84,7 @@ def reshard(made: Assembly, given: Any, path: str | None, optimizer: Any, calls:
     check_agreement(facts, env, WHAT, "every rank must call model.reshard in the same way")
     changed = changed_names(made, plan)
     told = results_of_all(lambda: _beside(made, layers), env.everyone, WHAT)
-    ready = _together(made, lambda: _prepare(made, plan, layers, Beside.of_all(told)))
+    ready = _together(made, lambda: _prepare(made, plan, layers, Beside.of_all(told, env.rank)))
     moved = move_values(ready.carried, env, WHAT) if ready.sites else MovedBytes(0, 0)
     counts = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
     made = _put(made, ready, layers, plan, calls)
@@ -127,6 +127,7 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer], be
         ready.carried += fused_state(owned.path, module, new)
         ready.carried += beside.moved_gradients(parameters, ready.then)
         ready.carried += beside.moved_state(with_state(layers), parameters, ready.then)
+        beside.check_held(parameters)
     for carried in ready.carried:
         carried.check()
     return ready
