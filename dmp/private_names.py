@@ -132,6 +132,7 @@ Managed collision, of TorchRec
 Compiling
 - `torch._C._dynamo.eval_frame.get_eval_frame_callback`: whether code runs in what torch.compile runs, where it is not
   traced itself: a class of tensors made there would come to code that is, which does not take it
+- `_dynamo_static_input_type`: an attribute of a parameter that is torch's, and stays where it is
 - `torch._compile._disable_dynamo`: what reads memory by its address is not traced; the public one would import the
   compiler at once
 

@@ -1,4 +1,5 @@
-"""Users' hooks on parameters and on state dicts of what wrapping replaces: called, and with the same effect."""
+"""Users' hooks on parameters and on state dicts of what wrapping replaces: called, and with the same effect; and
+attributes of parameters."""
 
 from __future__ import annotations
 
@@ -132,6 +133,24 @@ def changes_states(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_hooks_on_state_dicts(axis: str) -> None:
     run_ranks(2, changes_states, axis)
+
+
+def attributes(axis: str) -> None:
+    module = Net()
+    whole = torch.ones(20)
+    for p in module.parameters():
+        p._no_weight_decay, p.of_whole = True, whole  # type: ignore[attr-defined]
+    model = DistributedModelParallel(
+        module, ShardingEnv.from_mesh(mesh((2,), (axis,))), plan={"rows.weight": row_wise()}
+    )
+    assert all(getattr(p, "_no_weight_decay", False) for p in model.parameters())
+    assert not hasattr(model.module.rows.weight, "of_whole"), "a rank keeps what is as large as all of its parameter"
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard", "tp"])
+def test_attributes_of_parameters_stay(axis: str) -> None:
+    """State-space models' loops make groups by one: without it their weights had another weight decay, in silence."""
+    run_ranks(2, attributes, axis)
 
 
 def tables_from_before_wrapping() -> None:

@@ -36,7 +36,7 @@
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `asked_earlier`: gradients asked for of weights that wrapping has replaced
 - `written_earlier`: parameters that wrapping has replaced, written by who held them
-- `parameter_hooks`: users' hooks on parameters, carried to those that take their places
+- `parameter_hooks`: users' hooks and attributes of parameters, carried to those that take their places
 - `let_go`: tables from before wrapping, which torch keeps for as long as the process lives: let go of
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused

@@ -1,4 +1,6 @@
-"""Hooks that a user has registered on a parameter, when another parameter takes its place: they are the new one's."""
+"""What a user has hung on a parameter, when another parameter takes its place: hooks, and attributes, as of state-space
+models whose loops make groups by `getattr(p, "_no_weight_decay", False)`. They are the new one's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,13 @@ from dmp.places import taking_hooks
 from dmp.wrap.let_go import letting_go
 
 _log = logging.getLogger("dmp")
+_NOT_USERS = (
+    "_dmp_",
+    "_in_backward_optimizers",
+    "_optimizer_classes",
+    "_optimizer_kwargs",
+    "_dynamo_static_input_type",
+)
 _ON_GRADIENT, _ON_ACCUMULATED = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
@@ -35,14 +44,31 @@ def carry_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         setattr(old, kind, None)  # or what is hung on one were on both
 
 
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """A user's: neither ours, nor torch's own, nor tensors, which are as large as the whole parameter."""
+    own = vars(parameter).items() if type(parameter) is nn.Parameter else ()  # others' are how they are made
+    return {k: v for k, v in own if not k.startswith(_NOT_USERS) and not isinstance(v, torch.Tensor)}
+
+
+def give_attributes(new: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Those that it does not have."""
+    vars(new).update({key: value for key, value in attributes.items() if key not in vars(new)})
+
+
 @contextmanager
 def carrying_hooks(model: Any, module: nn.Module) -> Iterator[None]:
-    """Carry those of parameters of `module` for which `model.module` has others at the end, and let go of them."""
-    named = module.named_parameters()
-    hooked = {name: p for name, p in named if getattr(p, _ON_GRADIENT, None) or getattr(p, _ON_ACCUMULATED, None)}
+    """Carry those of parameters of `module` for which `model.module` has others at the end, and let go of them; so
+    with attributes."""
+    named = dict(module.named_parameters())
+    attributes = {name: of for name, p in named.items() if (of := attributes_of(p))}
+    kinds = (_ON_GRADIENT, _ON_ACCUMULATED)
+    hooked = {name: p for name, p in named.items() if any(getattr(p, kind, None) for kind in kinds)}
+    del named  # of which a wrap frees those that it replaces
     with letting_go(model, module):
         yield
-        now = dict(model.module.named_parameters()) if hooked else {}
+        now = dict(model.module.named_parameters()) if hooked or attributes else {}
+        for name in attributes.keys() & now.keys():
+            give_attributes(now[name], attributes[name])
         lost = []
         for name, old in hooked.items():
             new = now.get(name, old)
