@@ -31,6 +31,7 @@ class Net(nn.Module):
         self.extra: nn.Module | None = nn.Tanh()
         self.times = 0.5
         self.register_buffer("offset", torch.ones(2))
+        self.register_buffer("grown", torch.empty(0), persistent=False)
         self.last.register_forward_hook(lambda *call: call[-1] * 2)
 
     def undo(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -39,8 +40,9 @@ class Net(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "shift"):
             self.register_buffer("shift", torch.full((2,), 0.5), persistent=False)
+            self.grown = torch.full((2,), 0.25)
         out = self.last(self.act(self.first(self.rows(ids))))
-        out = out.abs() ** self.power * self.config.scale + self.bounds[0] + self.shift
+        out = out.abs() ** self.power * self.config.scale + self.bounds[0] + self.shift + self.grown
         out = out * getattr(self, "times", 1.0) + getattr(self, "offset", 0.0)
         return self.done(out if self.extra is None else self.extra(out))  # type: ignore[no-any-return]
 

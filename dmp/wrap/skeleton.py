@@ -131,10 +131,12 @@ def copy_values(old: nn.Module, new: nn.Module, device: torch.device, only: Cont
 
     def copied(place: Place) -> torch.Tensor:
         source = modules.get(place.path, nn.Module())
-        live = source._parameters.get(place.name, source._buffers.get(place.name))
+        live: torch.Tensor | None = source._parameters.get(place.name, source._buffers.get(place.name))
         value = room_for(place.tensor, device)
         if live is None:
             return value
+        if place.store is place.owner._buffers and (live.size(), live.dtype) != (value.size(), value.dtype):
+            return live.detach().to(device, copy=True)  # of a forward: a mask that has grown, a regrouping's indices
         as_chunks(value).fill_from(as_chunks(live))
         return value.requires_grad_(live.requires_grad) if isinstance(value, nn.Parameter) else value
 
