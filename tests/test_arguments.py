@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import subprocess
@@ -97,6 +98,22 @@ def refuses_a_shared_weight(axis: str, name: str) -> None:
     DistributedModelParallel(second, env)
     table = nn.EmbeddingBag(8, 4)
     assert len({DistributedModelParallel(table, env) for _ in range(2)}) == 2
+
+
+def shares_with_one_that_is_gone(axis: str) -> None:
+    env, (first, second) = ShardingEnv.from_mesh(mesh((2,), (axis,))), (Net(), Net())
+    second.over.weight = first.over.weight
+    model = DistributedModelParallel(first, env)
+    del model, first
+    if env.rank:  # as garbage is collected on some ranks alone
+        gc.collect()
+    DistributedModelParallel(second, env)
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_weight_of_a_wrapped_model_that_is_gone_is_taken(axis: str) -> None:
+    """One that was never called waits for the collector, and was told of as if somebody had it."""
+    run_ranks(2, shares_with_one_that_is_gone, axis)
 
 
 @pytest.mark.parametrize(("axis", "name"), [("dp", "users"), ("dp", "over"), ("shard", "over")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -216,16 +217,23 @@ def _check_not_wrapped(module: nn.Module) -> None:
 
 def _check_not_shared(module: nn.Module, env: ShardingEnv) -> None:
     """Each model would train a weight of its own where another was put in its place, and DDP averages one once."""
+    if _shared(module, env) is not None:
+        gc.collect()  # a model that was let go may be there yet, on some ranks alone
+    if (found := _shared(module, env)) is not None:
+        raise ShardError(
+            f"the module to wrap, {type(module).__name__}, shares {found[0]!r} with a wrapped model, whose "
+            f"{found[1]!r} it is: they would train it apart. Wrap one module that has both as attributes, and call its "
+            "parts; or wrap a deepcopy, where each is to have its own"
+        )
+
+
+def _shared(module: nn.Module, env: ShardingEnv) -> tuple[str, str] | None:
+    """A trained weight that a wrapped model has too, and its name there."""
     averaged = live_models.models if env.data_size > 1 else ()
     elsewhere = {id(p): name for model in averaged for name, p in model.named_parameters()}
-    for name, p in module.named_parameters():
-        other = name_elsewhere(p, module) or elsewhere.get(id(p))
-        if other is not None and p.requires_grad:
-            raise ShardError(
-                f"the module to wrap, {type(module).__name__}, shares {name!r} with a wrapped model, whose {other!r} "
-                "it is: they would train it apart. Wrap one module that has both as attributes, and call its parts; or "
-                "wrap a deepcopy, where each is to have its own"
-            )
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    found = ((name, name_elsewhere(p, module) or elsewhere.get(id(p))) for name, p in trained)
+    return next(((name, other) for name, other in found if other is not None), None)
 
 
 def _check_may_be_trained(module: nn.Module) -> None:
