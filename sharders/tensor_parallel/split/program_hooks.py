@@ -45,8 +45,23 @@ def run_last(hooks: Mapping[nn.Module, list[int]]) -> None:
 
 def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
     """Say, once, in a forward, which modules have hooks on gradients that see a rank's part."""
-    watched = _inside(dict(model.named_modules()), styles)
-    tables = [getattr(module, kind) for module in watched.values() for kind in _KINDS]
+    (axis,) = mesh.mesh_dim_names or ("tensor",)
+
+    def tell(names: str) -> None:
+        logger.warning(
+            "backward hooks on %s see gradients of this rank's part along axis %r (%d ranks), for these modules are "
+            "split; hooks on the attention, MLP or block around them see the whole's",
+            *(names, axis, mesh.size()),
+        )
+
+    _tell_of_hooks(model, _inside(dict(model.named_modules()), styles), _KINDS, tell)
+
+
+def _tell_of_hooks(
+    model: nn.Module, watched: Mapping[str, nn.Module], kinds: Iterable[str], tell: Callable[[str], None]
+) -> None:
+    """Tell, once, in a forward, which of these modules have hooks of the program; looked for when hooks have come."""
+    tables = [getattr(module, kind) for module in watched.values() for kind in kinds]
     num_known = -1
 
     def look(*_: Any) -> None:
@@ -54,18 +69,10 @@ def tell_of_parts(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style
         if torch.compiler.is_compiling() or (number := sum(map(len, tables))) == num_known:
             return
         num_known = number
-        found = [path for path, module in watched.items() if any(is_of_program(of) for of in _hooks_of(module))]
+        found = [path for path, module in watched.items() if any(map(is_of_program, _hooks_of(module, kinds)))]
         if found:
             told.remove()
-            (axis,) = mesh.mesh_dim_names or ("tensor",)
-            logger.warning(
-                "backward hooks on %s%s see gradients of this rank's part along axis %r (%d ranks), for these modules "
-                "are split; hooks on the attention, MLP or block around them see the whole's",
-                ", ".join(found[:3]),
-                f" and {len(found) - 3} more" if len(found) > 3 else "",
-                axis,
-                mesh.size(),
-            )
+            tell(", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else ""))
 
     told = model.register_forward_pre_hook(look)
 
@@ -88,18 +95,10 @@ def tell_of_chunks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Styl
     part = f"a rank's chunk of the sequence along axis {axis!r} ({mesh.size()} ranks)"
     shape: torch.Size | None = None
 
-    def look(*_: Any) -> None:
-        found = [path for path, module in watched.items() if any(map(is_of_program, _hooks_of(module, _EVERY)))]
-        if found and not torch.compiler.is_compiling():
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            text = f"hooks on {', '.join(found[:3])}{more} see {part}: a statistic of it is another on each"
-            ranks.say_once(text, by_first=True)
-            told.remove()
-
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         nonlocal shape
         output = output[0] if isinstance(output, tuple) else output
-        shape = None if torch.compiler.is_compiling() else output.shape
+        shape = None if torch.compiler.is_compiling() else getattr(output, "shape", None)
 
     def compare(_: nn.Module, __: Any, output: Any) -> None:
         if shape is not None and any(x.shape == shape for _, x in tensors_of(output)):
@@ -111,7 +110,8 @@ def tell_of_chunks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Styl
             kept.remove()
             compared.remove()
 
-    told = model.register_forward_pre_hook(look)
+    see = f"see {part}: a statistic of it is another on each"
+    _tell_of_hooks(model, watched, _EVERY, lambda names: ranks.say_once(f"hooks on {names} {see}", by_first=True))
     kept = model.get_submodule(first).register_forward_hook(keep)
     compared = model.register_forward_hook(compare)
 
@@ -132,7 +132,7 @@ def _inside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> di
     return found
 
 
-def _hooks_of(module: nn.Module, kinds: Iterable[str] = _KINDS) -> Iterable[Callable[..., Any]]:
+def _hooks_of(module: nn.Module, kinds: Iterable[str]) -> Iterable[Callable[..., Any]]:
     return (hook for kind in kinds for hook in getattr(module, kind).values())
 
 
