@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dmp import (
@@ -225,3 +226,16 @@ def test_what_is_short_by_bytes_alone_is_told_without_a_search(monkeypatch: pyte
     more, size = int(text.split(" in all")[0].split()[-1]), float(text.split("memory_bytes of ")[1].split()[0])
     planned(hosts(more, 8), memory)
     planned(env, size)
+
+
+def test_columns_beyond_a_multiple_of_four_are_counted_once() -> None:
+    """All pieces together take what the table takes, and each has room for them: one will have them."""
+    module, sharder, env = bags((50_000, 1022), (40_000, 67)), Open(only=("table_wise", "column_wise")), one_axis(8)
+    planner = ShardingPlanner(batch_size=512)
+    plan = planner.plan(module, [sharder], env)
+    planned, pinned = plan.report, planner.plan(module, [sharder], env, plan).report
+    assert planned is not None and pinned is not None
+    seconds = [np.sum(of.rank_seconds) for of in (planned, pinned)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+    assert (np.array(planned.rank_bytes) >= pinned.rank_bytes).all()
+    assert planned.lower_bound <= pinned.table_seconds

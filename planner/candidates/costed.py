@@ -240,9 +240,9 @@ class _Regular(NamedTuple):
         whole = known[:, _ROWS].copy()
         _blocks_of_rows(known, size, is_copied, env)
         columns = known[:, _COLUMNS] / pieces
-        # A piece of a table whose columns are no multiple of four is costed as if it had those left over.
-        over = columns - UNIT * units
-        cuts = [np.where(units > 0, UNIT * u + over, columns) for u in (least, (least + units) // 2, units)]
+        # columns beyond a multiple of four are shared out over all units, so that pieces sum to the whole table
+        of_whole = np.maximum(units, 1)
+        cuts = [columns * np.where(units > 0, u / of_whole, 1) for u in (least, (least + units) // 2, units)]
         shards = np.stack([known] * 3)
         shards[:, :, _COLUMNS] = cuts
         uneven = np.flatnonzero(~is_copied & (known[:, _ROWS] * size != whole))
@@ -329,6 +329,9 @@ def _add_regular(found: Costed, regular: _Regular, local: Array, everywhere: Arr
     # of a phase that ranks share, what all shards of the piece on them add to it
     most = alone * np.minimum(size[:, None], found.spans)
     found.fixed[rows], found.slope[rows] = _line(most[0], most[2], units, least)
+    beyond = found.slope[rows, -1] * np.where(units > 0, 1 - UNIT * units / np.maximum(regular.widths[2], 1), 0)
+    found.slope[rows, -1] -= beyond  # one piece will have them all: there must be room for them in any
+    found.fixed[rows, -1] += beyond * units
     shards = pieces * np.where(regular.is_copied, 1, size)
     common = everywhere[:cut].reshape(3, count, width)[2]
     found.everywhere[rows] = common * shards[:, None]
