@@ -84,6 +84,11 @@ class Calls:
         self._num_copies += 1
         return Calls(f"copy {self._num_copies} of {self.model}")
 
+    @property
+    def has_no_step(self) -> bool:
+        """Whether no optimizer has made one yet."""
+        return self._num_steps == 0
+
     def note_step(self, text: str) -> None:
         """An optimizer makes a step on what the model holds."""
         self.steps.append(text)

@@ -94,9 +94,10 @@ def _whole(wrap: bool) -> tuple[int, int, int]:
     }
     model = dmp.DistributedModelParallel(module, env=env, plan=plan, init_data_parallel=wrap)
     batch = make_batch("ebc", 0, 0)
-    for _ in range(3):  # DDP sets up its buckets in the first steps
-        forward, backward = counts(model, batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):  # DDP sets up its buckets in the first steps, and before the first ranks look at their copies
+        forward, backward = counts(model, batch)
+        optimizer.step()
     with Exchanges() as rest:
         optimizer.step()
         optimizer.zero_grad()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict, save_checkpoint
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
 from sharders import FSDPWrapper
 from sharders.data_parallel import written_inside
 from tests.ranks import mesh, run_ranks
@@ -185,27 +183,3 @@ def between_passes() -> None:
 
 def test_what_is_written_between_the_passes_lasts() -> None:
     run_ranks(2, between_passes)
-
-
-def drifted(folder: str) -> list[str]:
-    """Copies on `dp`, into which each rank writes its own: what is saved is one of them."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmp").addHandler(handler)
-    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
-    try:
-        for averages in (True, False):
-            model = DistributedModelParallel(OfBatches(averages), env)
-            model(torch.full((3, WIDTH), float(env.rank))).sum().backward()
-            assert not said
-            save_checkpoint(f"{folder}/{averages}", model)
-    finally:
-        logging.getLogger("dmp").removeHandler(handler)
-    return said
-
-
-def test_copies_that_have_drifted_are_told_when_they_are_saved(tmp_path: Path) -> None:
-    of_ranks = run_ranks(2, drifted, str(tmp_path))
-    assert [len(said) for said in of_ranks] == [1, 0], of_ranks
-    assert of_ranks[0][0].startswith("'mean' has other values on rank 1 than on rank 0")

@@ -3,7 +3,6 @@
 - `place`: where a checkpoint lies
 - `api`: save and load, on any mesh and plan
 - `save`: collects what a model holds, has it written, lets older ones go
-- `drifted`: copies of weights that are not the same on all ranks
 - `background`: a save in the background
 - `retention`: a folder of checkpoints: the newest whole one, and which may go
 - `restore`: checks a checkpoint against a model, then says what to read where

@@ -29,7 +29,6 @@ from torch import nn
 
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
-from dmp.checkpoint.drifted import say_of_drift
 from dmp.checkpoint.place import place_on_all
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
@@ -42,8 +41,9 @@ from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
-from dmp.state.find_wrapped import env_of, known_env
+from dmp.state.find_wrapped import env_of, known_env, unsharded_parameters
 from dmp.state.optimizer_state import told_of
+from dmp.wrap.drifted import say_of_drift
 from dmp.wrap.half_steps import say_of_half_a_step
 
 
@@ -100,7 +100,7 @@ def save_checkpoint(
         steps = [calls.so_far() for calls in calls_of(model)]
         same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
-        say_of_drift(model, content.tensors, env)
+        say_of_drift(unsharded_parameters(model), env, "one of them is saved")
         say_of_half_a_step(model)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from dmp.contracts import FusedParameter
@@ -75,6 +77,12 @@ def joint_plan(model: nn.Module) -> ShardingPlan:
     if "" in models:
         return models[""].plan
     return ShardingPlan({join_name(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
+
+
+def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that no sharder has put in a place of its own."""
+    owned = {join_name(path, name) for path, m in in_force(model).items() for name in m._made.sharded_names()}
+    return ((name, p) for name, p in model.named_parameters() if name not in owned)
 
 
 def fused_parameters(model: nn.Module) -> dict[str, FusedParameter]:

@@ -40,6 +40,7 @@
 - `let_go`: tables from before wrapping, which torch keeps for as long as the process lives: let go of
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
+- `drifted`: copies of weights that are not the same on all ranks
 - `step_turns`: steps of optimizers, made by all ranks alike or told
 - `backward_errors`: errors that leave a backward pass: noted, and of plain tensors beside DTensors said in words
 - `stand_ins`: all of these, put in torch's place

@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.ranks import take_turn
 from dmp.wrap import live_models as live
+from dmp.wrap.drifted import say_of_drift
 from dmp.wrap.earlier_optimizers import num_changes
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.keyed import is_wrapper
@@ -30,6 +31,8 @@ _ADVICE = (
     "Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by a loss that is "
     "averaged over them"
 )
+
+_APART = "they will be trained apart"
 
 
 _inner: WeakSet[Optimizer] = WeakSet()
@@ -113,6 +116,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
             what, detail = f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}"
             with take_turn(what, model.env.everyone, detail=detail, advice=_ADVICE):
                 pass
+        if calls.has_no_step:
+            owned = model._made.sharded_names()
+            say_of_drift(((n, p) for n, p in model.named_parameters() if n not in owned), model.env, _APART)
         calls.note_step(text)
 
 
