@@ -89,8 +89,7 @@ Of a thread of our own
 The generators of random numbers
 - `dmp/checkpoint/random_state.py: torch.manual_seed`, `dmp/checkpoint/random_state.py: torch.set_rng_state`,
   `dmp/checkpoint/random_state.py: torch.get_device_module(device).set_rng_state`: what `load_checkpoint` promises
-- `sharders/tensor_parallel/sharder.py: torch.set_rng_state`,
-  `sharders/tensor_parallel/sharder.py: torch.get_device_module(mesh.device_type).set_rng_state`: ranks that hold one
+- `sharders/tensor_parallel/sharder.py: torch.get_device_module(mesh.device_type).set_rng_state`: ranks that hold one
   activation must drop the same of it
 - `sharders/tensor_parallel/split/own_parts.py: torch.default_generator.manual_seed`,
   `sharders/tensor_parallel/split/own_parts.py: torch.set_rng_state`,
@@ -106,7 +105,8 @@ The generators of random numbers
 - `dmp/state/drawn.py: torch.default_generator.manual_seed`, `dmp/state/drawn.py: torch.set_rng_state`: what is drawn in
   a part of a DTensor is drawn by its place, and takes one number of the program's
 - `dmp/random_numbers.py: torch.set_rng_state`, `dmp/random_numbers.py: random.setstate`: a look at a model, or at
-  batches that are seen again, draws no numbers of the program, of NumPy's neither
+  batches that are seen again, draws no numbers of the program, of NumPy's neither; and when a model is wrapped, ranks
+  along a tensor axis go on from the first one's
 - `sharders/managed_collision/reset.py: torch.random.fork_rng`,
   `sharders/managed_collision/reset.py: torch.manual_seed`,
   `sharders/managed_collision/eviction.py: torch.random.fork_rng`,

@@ -1,11 +1,15 @@
-"""Ranks along a tensor axis that call a split model with different samples: told, where they trained on neither."""
+"""Ranks along a tensor axis that call a model with different samples, or draw other numbers in it: told, where they
+trained on neither.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,3 +98,74 @@ def takes_what_each_may_have(shape: tuple[int, ...], names: tuple[str, ...]) -> 
 )
 def test_what_may_differ(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(2 ** len(shape), takes_what_each_may_have, shape, names)
+
+
+class Dropping(Tagger):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.drop = way, nn.Dropout(0.5)
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        out = super().forward(*args, **options)
+        if not self.training or self.way == "none":
+            return out
+        return (
+            self.drop(out)
+            if self.way == "torch"
+            else out * (random.random() if self.way == "python" else np.random.rand())
+        )
+
+
+def dropping(way: str, plan: dict[str, str] | None = None) -> tuple[DistributedModelParallel, ShardingEnv]:
+    from sharders import TensorParallelSharder
+
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    return DistributedModelParallel(Dropping(way), env, sharders=[TensorParallelSharder(plan or PLAN)]), env
+
+
+def draws_alike(way: str) -> None:
+    """However the ranks were seeded before; what they draw past the forward, or in evaluation, is their own."""
+    rank = torch.distributed.get_rank()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(rank)
+    model, _ = dropping(way)
+    for step in range(3):
+        told = [torch.empty(2, 3, 8) for _ in range(2)]
+        torch.distributed.all_gather(told, model(ids(step)).detach())
+        assert torch.equal(*told)
+    model.eval()
+    for step in range(3):
+        torch.rand(1 + rank)
+        model(ids(step))
+
+
+def draws_apart(way: str, is_late: bool) -> None:
+    model, env = dropping(way)
+    for step in range(70 if is_late else 8):
+        if step == (9 if is_late else 1) and env.rank:
+            torch.rand(3), random.random(), np.random.rand()
+        model(ids(step))
+
+
+@pytest.mark.parametrize("way", ["torch", "python", "numpy"])
+def test_numbers_that_are_drawn_in_forwards(way: str) -> None:
+    """One rank that has drawn something by itself drops other parts of what is one activation."""
+    run_ranks(2, draws_alike, way)
+    whose = "torch's" if way == "torch" else "Python's or NumPy's"
+    for error in run_ranks(2, draws_apart, way, way == "torch", expect=InputError):
+        assert f"has drawn other numbers on rank 1 along mesh axis 'tp' than on rank 0, of {whose} generator" in str(
+            error
+        )
+    run_ranks(2, draws_apart, "none", False)
+
+
+def left_whole() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    model = DistributedModelParallel(nn.Sequential(nn.Conv1d(2, 3, 2)), env)
+    model(torch.full((1, 2, 4), float(env.rank)))
+
+
+def test_of_a_model_that_stays_whole() -> None:
+    """Nobody averages the gradients of what each has whole."""
+    for error in run_ranks(2, left_whole, expect=InputError):
+        assert "call the model with different batches" in str(error)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import Layout, PlanError, ShardError, ShardingEnv, is_inside, join_name, ranks, type_name
+from dmp import Layout, PlanError, RandomNumbers, ShardError, ShardingEnv, is_inside, join_name, ranks, type_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
 from sharders.tensor_parallel.candidates import sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
@@ -25,7 +24,7 @@ from sharders.tensor_parallel.split.followed import follow_branches
 from sharders.tensor_parallel.split.looked_at import show_whole
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.same_gradients import compare_gradients
-from sharders.tensor_parallel.split.same_samples import compare_samples
+from sharders.tensor_parallel.split.same_samples import compare_calls
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
 from sharders.tensor_parallel.structure.dry_run import Feed
@@ -149,14 +148,14 @@ class TensorParallelPlacement:
         if mesh is None:
             raise ShardError(f"tensor parallelism needs processes, and {self.env} is a mesh that is not here")
         is_unproved = self._agreed(mesh)
-        random_state = _random_state(mesh.device_type)
+        numbers = RandomNumbers.now(), _device_state(mesh.device_type)
         if self.styles:
             split(model, mesh, self.styles, self.divided)
             show_whole(model, mesh, self.styles, self.env.everyone, follow_branches(model, mesh, self.styles))
-            compare_samples(model, mesh)
             if is_unproved:
                 compare_gradients(model, mesh)
-        _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
+        compare_calls(model, mesh)
+        _share_random_numbers(*numbers, mesh)  # also where all is whole: ranks must drop the same
 
     def _agreed(self, mesh: DeviceMesh) -> bool:
         """Whether the plan is unproved on some rank along the axis. What is in no plan, such as numbers of heads, each
@@ -386,20 +385,15 @@ def _names(styles: Styles) -> dict[str, str]:
     return {path: name for path, name in names.items() if name}
 
 
-def _random_state(device_type: str) -> list[torch.Tensor]:
-    """Of the CPU, and of the device if that is another."""
-    states = [torch.get_rng_state()]
-    if device_type != "cpu":
-        states.append(torch.get_device_module(device_type).get_rng_state())
-    return states
+def _device_state(device_type: str) -> torch.Tensor | None:
+    """Of the generator of a device other than the CPU."""
+    return None if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
 
 
-def _share_random_state(states: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Go on from the first rank's `states`, taken before the first DTensor: on a GPU that aligns the whole world."""
-    for state in states:
-        sent = state.to(mesh.device_type)
-        dist.broadcast(sent, group=mesh.get_group(), group_src=0)
-        state.copy_(sent)
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(mesh.device_type).set_rng_state(state)
+def _share_random_numbers(numbers: RandomNumbers, of_device: torch.Tensor | None, mesh: DeviceMesh) -> None:
+    """Go on from the first rank's, taken before the first DTensor: on a GPU that aligns the whole world."""
+    mine = numbers, of_device
+    first, of_device = ranks.gather_objects("sharing random numbers along a tensor axis", mine, mesh.get_group())[0]
+    first.restore()
+    if of_device is not None:
+        torch.get_device_module(mesh.device_type).set_rng_state(of_device)

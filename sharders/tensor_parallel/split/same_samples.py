@@ -1,8 +1,11 @@
-"""Ranks along a tensor axis must call a split model with the same samples: each has a part of the weights for all.
+"""Ranks along a tensor axis must call a model with the same samples, and draw the same numbers in it: each has a part
+of the weights for all, or the same weights, which nobody averages.
 
 Where a data loader, or what samples the next token, goes by the rank, sums of parts of different samples train the
-model, without a word. So ranks compare what they call the model with: the first few times, which is when such a program
-is found out, and then ever more rarely, for where devices compute it is waited for.
+model, without a word. So it is where a program has seeded ranks apart after wrapping, or one rank alone has drawn
+something (a loader of its own, as for validation): they drop different parts of what is one activation. So ranks
+compare what they call the model with, and the generators that its forward has drawn from: the first few times, which is
+when such a program is found out, and now and then, for where devices compute it is waited for.
 """
 
 from __future__ import annotations
@@ -15,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dmp import InputError, is_dtensor, ranks, tensors_of
+from dmp import InputError, RandomNumbers, is_dtensor, ranks, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_OFTEN, _ELEMENTS = 8, 1 << 16
+_OFTEN, _SELDOM, _ELEMENTS = 8, 64, 1 << 16
 _BACKBONE = 0.5  # of the weights that are split: what has more is no block among several
 
 
-def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Before a forward of the model, which raises `InputError` on all ranks of a tensor group that call it otherwise
-    than each other; of its backbone, too, which others call past that, as trl's trainers. One small exchange, not at
-    every call.
+def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Before and after a forward of the model, which raises `InputError` on all ranks of a tensor group that call it
+    otherwise than each other, or draw other numbers in it; of its backbone, too, which others call past that, as trl's
+    trainers. Two small exchanges, not at every call.
 
     Args:
         model: whose weights are split already.
@@ -37,16 +40,18 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
     outermost: nn.Module | None = None
+    before: RandomNumbers | None = None
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal num_calls, outermost
+        nonlocal num_calls, outermost, before
         is_inner = outermost not in (None, module)  # the module itself: an interrupt has ended its last call
         if torch.compiler.is_compiling() or is_inner or torch._C._current_graph_task_id() >= 0:
             return
         outermost = module
-        num_calls += 1
-        if num_calls > _OFTEN and num_calls & (num_calls - 1):
+        num_calls, before = num_calls + 1, None
+        if num_calls > _OFTEN and num_calls % _SELDOM:
             return
+        before = RandomNumbers.now()
         mine = [_fingerprint(t) for t in _compared(args, kwargs)]
         if not mine:
             return
@@ -62,6 +67,24 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
             "sharders.gather_batch(batch, env) makes one batch of them"
         )
 
+    def compare_drawn(module: nn.Module, *_: Any) -> None:
+        if outermost is not module or before is None:
+            return
+        drawn = [(a if a != b else 0) for a, b in zip(before.marks(), RandomNumbers.now().marks(), strict=True)]
+        words = [drawn[0], drawn[1] << 31 ^ drawn[2]]
+        told = ranks.gather_words("the random numbers of a split model's forward", words, group)
+        if all(of_rank == told[0] for of_rank in told):
+            return
+        other = next(rank for rank, of_rank in enumerate(told) if of_rank != told[0])
+        whose = "torch's" if told[other][0] != told[0][0] else "Python's or NumPy's"
+        raise InputError(
+            f"the model's forward has drawn other numbers on rank {other} along mesh axis {axis!r} than on rank 0, of "
+            f"{whose} generator, as for dropout: ranks along it compute the same activations and must drop the same. "
+            "Wrapping the model has made their generators alike. Were they seeded by the rank since then? Seed them by "
+            "env.data_rank. Has one rank drawn something by itself, as by going through a DataLoader? Give that a "
+            "generator of its own: DataLoader(..., generator=torch.Generator())"
+        )
+
     def end(module: nn.Module, *_: Any) -> None:
         nonlocal outermost
         if outermost is module:
@@ -71,6 +94,7 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
     for each in model.modules():
         if each is model or _num_split(each) > _BACKBONE * num_split:
             each.register_forward_pre_hook(compare, with_kwargs=True)
+            each.register_forward_hook(compare_drawn)
             each.register_forward_hook(end, always_call=True)
 
 
