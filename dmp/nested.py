@@ -47,7 +47,7 @@ def _held_by(value: Any, as_held: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (type, ModuleType, nn.Module)):
         return
     elif not as_held and callable(getattr(value, "to_dict", None)):
-        yield "", value.to_dict()
+        yield "", _of_keys(value)
     elif not as_held and callable(getattr(value, "values", None)):
         parts = (part for part in ("values", "lengths") if callable(getattr(value, part, None)))
         yield from ((f".{part}()", getattr(value, part)()) for part in parts)
@@ -57,6 +57,13 @@ def _held_by(value: Any, as_held: bool) -> Iterator[tuple[str, Any]]:
         yield "", getattr(value, "__dict__", {})
         slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
         yield "", {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+def _of_keys(value: Any) -> Any:
+    """What a keyed one has of each key; TorchRec's own way fails where a batch has no samples."""
+    lengths = getattr(value, "lengths", None)
+    is_empty = callable(lengths) and not lengths().numel()
+    return dict.fromkeys(value.keys(), value.values()) if is_empty else value.to_dict()
 
 
 def _names(slots: Any) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def _disagree(what: str) -> None:
         ("shape", ["model", "over.weight", "(6, 20)", "(7, 20)"]),
         ("dtype", ["model", "out.weight", "float64"]),
         ("frozen", ["model", "users.weight", "False"]),
-        ("order", ["model", "a", "b"]),
+        ("order", ["model", "a", "b", "all the same in another order"]),
         ("a module more", ["model", "extra"]),
         ("subclass", ["model", "users"]),
     ],

@@ -36,6 +36,16 @@ def test_places() -> None:
     assert [t for _, t in tensors_of([{one}, lambda: two], as_held=True)] == [one, two]
 
 
+def test_keyed_ones_of_no_samples() -> None:
+    """TorchRec's own `to_dict` is an IndexError there, and a rank's last batch may be empty."""
+    from torchrec import KeyedJaggedTensor
+
+    none, some = torch.zeros(0, dtype=torch.int64), torch.tensor([3])
+    empty, full = (KeyedJaggedTensor(["a"], ids, lengths=lengths) for ids, lengths in ((none, none), (some, some // 3)))
+    assert [(place, t.tolist()) for place, t in tensors_of([empty])] == [("[0]['a']", [])]
+    assert [(place, t.tolist()) for place, t in tensors_of(full)] == [("['a'].values()", [3]), ("['a'].lengths()", [1])]
+
+
 def test_what_holds_itself_ends() -> None:
     ring = SimpleNamespace(x=torch.ones(1))
     ring.next = SimpleNamespace(last=ring, others=[ring, {"x": ring.x}])

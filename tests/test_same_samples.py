@@ -169,3 +169,19 @@ def test_of_a_model_that_stays_whole() -> None:
     """Nobody averages the gradients of what each has whole."""
     for error in run_ranks(2, left_whole, expect=InputError):
         assert "call the model with different batches" in str(error)
+
+
+def other_losses(is_late: bool) -> None:
+    """Of labels that each rank has by itself, to the same samples."""
+    model, env = wrapped((2,), ("tp",))
+    for step in range(17):
+        label = env.rank if not is_late or step > 9 else 0
+        (model(ids(step)) - label).square().sum().backward()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_other_losses(is_late: bool) -> None:
+    for error in run_ranks(2, other_losses, is_late, expect=InputError):
+        assert "its gradient on rank 1 along it is not that on rank 0: ranks along it have the same samples" in str(
+            error
+        )

@@ -20,6 +20,7 @@ from dmp.wrap.skeleton import all_tensors
 
 _MESSAGE = 1 << 22  # elements that travel at once
 _WRAPPING = "wrapping a model"
+_ORDER = ": all the same in another order (iterating a set gives another one in each process: sort it)"
 T = TypeVar("T")
 
 
@@ -54,9 +55,10 @@ def check_agreement(
     for fact in dict.fromkeys(name for of_rank in theirs for name in of_rank):
         for rank, other in enumerate(theirs):
             if other.get(fact) != theirs[0].get(fact):
+                order = _ORDER if _are_in_another_order(theirs[0].get(fact), other.get(fact)) else ""
                 raise PlanError(
                     f"ranks disagree on {fact}: rank 0 has {_first_difference(theirs[0].get(fact), other.get(fact))}, "
-                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}; {advice}"
+                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}{order}; {advice}"
                 )
     raise PlanError(f"ranks disagree in {what}; {advice}")
 
@@ -122,6 +124,11 @@ def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:
     for tensor, flat in zip(tensors, flats, strict=True):
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
+
+
+def _are_in_another_order(text: str | None, other: str | None) -> bool:
+    """Whether their lines are the same."""
+    return text is not None and other is not None and sorted(text.splitlines()) == sorted(other.splitlines())
 
 
 def _first_difference(text: str | None, other: str | None, width: int = 160) -> str:

@@ -23,6 +23,7 @@ from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.followed import follow_branches
 from sharders.tensor_parallel.split.looked_at import show_whole
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
+from sharders.tensor_parallel.split.replicated_weights import outside_tables
 from sharders.tensor_parallel.split.same_gradients import compare_gradients
 from sharders.tensor_parallel.split.same_samples import compare_calls
 from sharders.tensor_parallel.split.split import hidden_size, split
@@ -152,9 +153,9 @@ class TensorParallelPlacement:
         if self.styles:
             split(model, mesh, self.styles, self.divided)
             show_whole(model, mesh, self.styles, self.env.everyone, follow_branches(model, mesh, self.styles))
-            if is_unproved:
-                compare_gradients(model, mesh)
-        compare_calls(model, mesh)
+        if any(p is not None for m in outside_tables(model) for p in m._parameters.values()):
+            compare_calls(model, mesh)
+            compare_gradients(model, mesh, is_unproved=is_unproved)
         _share_random_numbers(*numbers, mesh)  # also where all is whole: ranks must drop the same
 
     def _agreed(self, mesh: DeviceMesh) -> bool:

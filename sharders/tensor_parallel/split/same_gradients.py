@@ -1,8 +1,10 @@
-"""Whole weights must have the same gradients on all ranks of a tensor axis, which a plan that is not proved may miss.
+"""Whole weights must have the same gradients on all ranks of a tensor axis, or they part, while the first forward is
+right.
 
-A weight that is used on a rank's part of the activations, as a norm of single heads is, has a part of its gradient on
-each rank. Where nobody says that these are to be summed, copies part, while the first forward is right. So ranks
-compare gradients at the end of the first backward passes, and then ever more rarely: before the optimizer's step.
+They have not where each rank's loss is another, as of labels of its own to the same samples: nobody averages over this
+axis. And where a plan that is not proved has missed that a weight is used on a rank's part of the activations, as a
+norm of single heads is, and has a part of its gradient on each rank. So ranks compare gradients at the end of the first
+backward passes, and then ever more rarely: before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ _SHARE, _FLOOR = 1e-2, 1e-6
 """Of a gradient's norm: rounding, also of bfloat16 sums in another order, stays below. Of the largest norm: what is
 smaller may be rounding itself."""
 _NONE = (0.0, 0.0)
+_OF_LOSSES = (
+    "ranks along it have the same samples and must have the same loss, to which labels, factors, what is drawn and the "
+    "steps before belong; averages over ranks are of other axes (env.data_rank numbers those)"
+)
 
 
-def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+def compare_gradients(model: nn.Module, mesh: DeviceMesh, *, is_unproved: bool = False) -> None:
     """At the end of a backward pass, which raises `InputError` on all ranks of a tensor group where gradients of whole
     weights differ. One small exchange, not at every pass.
 
     Args:
         model: whose weights are split.
         mesh: the tensor axis.
+        is_unproved: whether the plan may be wrong itself.
     """
     (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
 
@@ -48,11 +55,14 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         for other, theirs in enumerate(told):
             for name in sorted(theirs.keys() | told[0].keys()):
                 if _differ(told[0].get(name, _NONE), theirs.get(name, _NONE), least):
+                    of_plan = (
+                        "or it is used on a part of the activations, which a tensor-parallel plan that could not be "
+                        f"proved does not say. Name its module in the plan, {{..., {name.rpartition('.')[0]!r}: "
+                        "'sum_gradients'}, or leave out of it what gives it parts"
+                    )
                     raise InputError(
                         f"parameter {name!r} is whole on each rank of mesh axis {axis!r}, and its gradient on rank "
-                        f"{other} along it is not that on rank 0: it is used on a part of the activations, which a "
-                        "tensor-parallel plan that could not be proved does not say. Name its module in the plan, "
-                        f"{{..., {name.rpartition('.')[0]!r}: 'sum_gradients'}}, or leave out of it what gives it parts"
+                        f"{other} along it is not that on rank 0: {_OF_LOSSES}{f'; {of_plan}' if is_unproved else ''}"
                     )
 
     def later() -> None:  # behind what is queued already, which may be what brings the gradients
@@ -99,7 +109,7 @@ def _sizes(gradient: torch.Tensor) -> torch.Tensor:
     """(2,) The sum of its numbers, and its norm."""
     here = local_of(gradient).detach()
     here = here.coalesce().values() if here.is_sparse else here
-    return torch.stack([here.double().sum(), here.double().norm()])
+    return torch.stack([here.sum(), here.norm()]).double()  # whole tables of tokens are too large for a copy in double
 
 
 def _differ(one: Sequence[float], other: Sequence[float], least: float) -> bool:
