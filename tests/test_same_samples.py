@@ -58,6 +58,11 @@ CALLS: dict[str, Callable[[DistributedModelParallel, int], Any]] = {
     "ids": lambda model, rank: model(ids(rank)).sum().backward(),
     "ids in evaluation": lambda model, rank: model.eval()(ids=ids(rank)),
     "ids after some steps": lambda model, rank: [model(ids(step if step < 5 else rank)) for step in range(20)],
+    "tokens after more": lambda model, rank: (
+        [model(ids(step)) for step in range(12)],
+        torch.manual_seed(rank),
+        model.module.generate(ids(0), 6),  # type: ignore[operator]
+    ),
     "a backbone past the forward": lambda model, rank: model.module.mlp(torch.full((1, 8), float(rank))),  # type: ignore[operator]
     "lengths of a batch": lambda model, rank: model(ids(0)[:, : rank + 1]),
     "a figure beside the ids": lambda model, rank: model(ids(0), bias=torch.tensor([0.5 + rank])),

@@ -28,8 +28,9 @@ _SHARE, _FLOOR = 1e-2, 1e-6
 smaller may be rounding itself."""
 _NONE = (0.0, 0.0)
 _OF_LOSSES = (
-    "ranks along it have the same samples and must have the same loss, to which labels, factors, what is drawn and the "
-    "steps before belong; averages over ranks are of other axes (env.data_rank numbers those)"
+    "ranks along it have the same samples and must compute the same of them, so that labels, factors of the loss, what "
+    "is drawn, the order of the model's parts (a set has another one in each process) and the steps before must be the "
+    "same. Averages over ranks are of other axes; env.data_rank numbers those"
 )
 
 

@@ -4,8 +4,9 @@ of the weights for all, or the same weights, which nobody averages.
 Where a data loader, or what samples the next token, goes by the rank, sums of parts of different samples train the
 model, without a word. So it is where a program has seeded ranks apart after wrapping, or one rank alone has drawn
 something (a loader of its own, as for validation): they drop different parts of what is one activation. So ranks
-compare what they call the model with, and the generators that its forward has drawn from: the first few times, which is
-when such a program is found out, and now and then, for where devices compute it is waited for.
+compare what they call the model with, and the generators that its forward has drawn from: the first few times of
+training, and of what comes between without gradients, which is when such a program is found out, and now and then, for
+where devices compute it is waited for.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
     (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
     outermost: nn.Module | None = None
     before: RandomNumbers | None = None
+    is_trained, num_alike = False, 0
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal num_calls, outermost, before
+        nonlocal num_calls, num_alike, outermost, before, is_trained
         is_inner = outermost not in (None, module)  # the module itself: an interrupt has ended its last call
         if torch.compiler.is_compiling() or is_inner or torch._C._current_graph_task_id() >= 0:
             return
         outermost = module
-        num_calls, before = num_calls + 1, None
+        if torch.is_grad_enabled() != is_trained:  # steps that have both kinds are no change from training to another
+            num_calls = 0 if num_alike > _OFTEN else num_calls
+            is_trained, num_alike = torch.is_grad_enabled(), 0
+        num_calls, num_alike, before = num_calls + 1, num_alike + 1, None
         if num_calls > _OFTEN and num_calls % _SELDOM:
             return
         before = RandomNumbers.now()
