@@ -97,7 +97,7 @@ def before_the_first_step(way: str, shape: tuple[int, ...], names: tuple[str, ..
         ("anew", (2,), ("dp",), [["'inner.weight' (and 3 more)"], []]),
         ("anew", (2,), ("shard",), [[], []]),
         ("anew", (2, 2), ("replicate", "shard"), [["'inner.weight' (and 3 more)"]] * 2 + [[], []]),
-        ("one rank", (2,), ("tp",), [["'top.bias'"], []]),
+        ("one rank", (2,), ("dp",), [["'top.bias'"], []]),
     ],
 )
 def test_they_are_told_before_the_first_step(

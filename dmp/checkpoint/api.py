@@ -100,7 +100,7 @@ def save_checkpoint(
         steps = [calls.so_far() for calls in calls_of(model)]
         same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
-        say_of_drift(unsharded_parameters(model), env, "one of them is saved")
+        say_of_drift(unsharded_parameters(model), env, "save_checkpoint", "one of them is saved")
         say_of_half_a_step(model)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()

@@ -27,16 +27,17 @@ _CAUSES = (
 )
 
 
-def say_of_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, follows: str) -> None:
+def say_of_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str, follows: str) -> None:
     """Say so once, on the first of the ranks that should have the same; collective.
 
     Args:
         named: the weights, but for tables: copies of these may be averaged every so many updates.
+        when: the call that looks, for messages.
         follows: what becomes of them, in words.
     """
     for axes, sums in _sums(named, env).items():
         group = env.everyone if axes == env.names else env.axis_group(*axes)
-        of_ranks = compare_facts(sums, group, "a look at copies of weights")
+        of_ranks = compare_facts(sums, group, f"{when}, a look at copies of weights")
         if group is None or of_ranks is None or group.rank() != 0:
             continue
         differ = {

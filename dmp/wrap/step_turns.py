@@ -32,8 +32,6 @@ _ADVICE = (
     "averaged over them"
 )
 
-_APART = "they will be trained apart"
-
 
 _inner: WeakSet[Optimizer] = WeakSet()
 """Of others, as of torch's `ZeroRedundancyOptimizer`, which has a part of the parameters on each rank."""
@@ -118,7 +116,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
                 pass
         if calls.has_no_step:
             owned = model._made.sharded_names()
-            say_of_drift(((n, p) for n, p in model.named_parameters() if n not in owned), model.env, _APART)
+            copied = ((n, p) for n, p in model.named_parameters() if n not in owned)
+            say_of_drift(
+                copied, model.env, f"the first {type(optimizer).__name__}.step()", "they will be trained apart"
+            )
         calls.note_step(text)
 
 
