@@ -84,10 +84,9 @@ class Calls:
         self._num_copies += 1
         return Calls(f"copy {self._num_copies} of {self.model}")
 
-    @property
-    def has_no_step(self) -> bool:
-        """Whether no optimizer has made one yet."""
-        return self._num_steps == 0
+    def is_time_to_look(self, *, often: bool) -> bool:
+        """Whether no optimizer has made a step yet, or, where that is often enough, 1, 2, 4, 8, ... were made."""
+        return self._num_steps == 0 or (often and self._num_steps & (self._num_steps - 1) == 0)
 
     def note_step(self, text: str) -> None:
         """An optimizer makes a step on what the model holds."""

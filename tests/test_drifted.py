@@ -1,4 +1,4 @@
-"""Copies of weights that part: said before the first step, and when they are saved."""
+"""Copies of weights that part: said before the first steps, and when they are saved."""
 
 from __future__ import annotations
 
@@ -72,10 +72,14 @@ class Bags(nn.Module):
         return self.top(self.inner(self.bag(ids)).relu())
 
 
-WAYS: dict[str, Callable[[nn.Module], None]] = {"nothing": _nothing, "anew": _drawn_anew, "one rank": _on_one_rank}
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": _nothing,
+    "anew": _drawn_anew,
+    "one rank": _on_one_rank,
+}
 
 
-def before_the_first_step(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+def before_steps(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
     env = ShardingEnv.from_mesh(mesh(shape, names))
     torch.manual_seed(0)
     model = DistributedModelParallel(Bags(), env, plan={"bag.weight": row_wise()})
@@ -100,7 +104,29 @@ def before_the_first_step(way: str, shape: tuple[int, ...], names: tuple[str, ..
         ("one rank", (2,), ("dp",), [["'top.bias'"], []]),
     ],
 )
-def test_they_are_told_before_the_first_step(
+def test_they_are_told_before_steps(
     way: str, shape: tuple[int, ...], names: tuple[str, ...], expected: list[list[str]]
 ) -> None:
-    assert run_ranks(len(expected), before_the_first_step, way, shape, names) == expected
+    assert run_ranks(len(expected), before_steps, way, shape, names) == expected
+
+
+def by_noisy_gradients() -> list[str]:
+    """Of each rank's own: weights part in the first step, and ranks look before the second, the third, the fifth."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    model = DistributedModelParallel(nn.Linear(WIDTH, 2), env)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(env.rank)
+    with heard() as said:
+        for _ in range(6):
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.add_(torch.randn_like(p.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+def test_noise_of_each_rank_in_gradients() -> None:
+    here, other = run_ranks(2, by_noisy_gradients)
+    assert len(here) == 1 and here[0].startswith("'weight' (and 1 more) has other values on rank 1") and not other

@@ -43,7 +43,7 @@ from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import env_of, known_env, unsharded_parameters
 from dmp.state.optimizer_state import told_of
-from dmp.wrap.drifted import say_of_drift
+from dmp.wrap.drifted import look_for_drift
 from dmp.wrap.half_steps import say_of_half_a_step
 
 
@@ -100,7 +100,7 @@ def save_checkpoint(
         steps = [calls.so_far() for calls in calls_of(model)]
         same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
-        say_of_drift(unsharded_parameters(model), env, "save_checkpoint", "one of them is saved")
+        look_for_drift(unsharded_parameters(model), env, "save_checkpoint")
         say_of_half_a_step(model)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()

@@ -3,8 +3,8 @@ know.
 
 Wrapping makes copies the same, and averaged gradients keep them so. They part where a program writes other values on
 each rank, as of one rank's file or by random numbers, where the model's own code writes into one what its batch gives,
-and where steps are taken by gradients that nobody averaged. Ranks look before the first step of an optimizer, and
-whenever a checkpoint is saved.
+and where steps are taken by gradients that nobody averaged. Ranks look before the first step of an optimizer, ever
+more rarely before later ones, and whenever a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ _CAUSES = (
     "Either they were written on each rank by itself, as from a file that one rank read, or drawn by generators that "
     "differ from rank to rank (model.apply(init) after wrapping under other seeds; noise of p.shape, which draws as "
     "many numbers as a rank's part has), or the model's code writes into them what its own batch gives, or steps were "
-    "taken by gradients that nobody averaged, as under no_sync() and by torch.autograd.grad"
+    "taken by gradients that nobody averaged, as under no_sync() and by torch.autograd.grad, or that were changed on "
+    "each rank by itself, as by noise"
 )
 
+_told: set[str] = set()
 
-def say_of_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str, follows: str) -> None:
-    """Say so once, on the first of the ranks that should have the same; collective.
+
+def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str) -> None:
+    """Say which differ, on the first of the ranks that should have the same, and once of each call; collective.
 
     Args:
         named: the weights, but for tables: copies of these may be averaged every so many updates.
-        when: the call that looks, for messages.
-        follows: what becomes of them, in words.
+        when: the call that looks.
     """
     for axes, sums in _sums(named, env).items():
         group = env.everyone if axes == env.names else env.axis_group(*axes)
-        of_ranks = compare_facts(sums, group, f"{when}, a look at copies of weights")
-        if group is None or of_ranks is None or group.rank() != 0:
+        of_ranks = compare_facts(sums, group, f"{when}: a look at copies of weights") if sums else None
+        if group is None or of_ranks is None or group.rank() != 0 or when in _told:
             continue
-        differ = {
-            name: r for r, told in enumerate(of_ranks) for name in sums if told.get(name, sums[name]) != sums[name]
-        }
+        differ = {name: r for r, told in enumerate(of_ranks) for name in sums if told.get(name) != sums[name]}
         if differ:
+            _told.add(when)
             (name, other), more = next(iter(differ.items())), len(differ) - 1
             one, other = (dist.get_global_rank(group, rank) for rank in (0, other))
             say_once(
                 f"{name!r}{f' (and {more} more)' if more else ''} has other values on rank {other} than on rank {one}, "
-                f"where copies should be the same; {follows}. {_CAUSES}"
+                f"where copies should be the same, in {when}: they are trained apart, and one is saved. {_CAUSES}"
             )
 
 

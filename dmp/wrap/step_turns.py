@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.ranks import take_turn
 from dmp.wrap import live_models as live
-from dmp.wrap.drifted import say_of_drift
+from dmp.wrap.drifted import look_for_drift
 from dmp.wrap.earlier_optimizers import num_changes
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.keyed import is_wrapper
@@ -110,16 +110,16 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         text, calls = known.text(optimizer), model._calls
         if _is_joining(model.running):
             continue
-        if calls.num_compared < model.env.size:
+        if has_turns := calls.num_compared < model.env.size:
             what, detail = f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}"
             with take_turn(what, model.env.everyone, detail=detail, advice=_ADVICE):
                 pass
-        if calls.has_no_step:
+        # Along a tensor axis each rank has computed the gradients of its copies, maybe to other last bits; and with
+        # tables, ranks may have their optimizers in different orders.
+        if calls.is_time_to_look(often=has_turns and model.env.tensor_size == 1):
             owned = model._made.sharded_names()
             copied = ((n, p) for n, p in model.named_parameters() if n not in owned)
-            say_of_drift(
-                copied, model.env, f"the first {type(optimizer).__name__}.step()", "they will be trained apart"
-            )
+            look_for_drift(copied, model.env, f"the steps of optimizers on {calls.model}")
         calls.note_step(text)
 
 
