@@ -19,13 +19,14 @@ LR = 0.1
 class Oracle:
     """Unsharded optimizers, by hand where the sharded kernels' documented exceptions apply.
 
-    Those of 16 bits are computed in float32, and so is their state kept.
+    Those of 16 bits are computed in float32, and so is their state kept. The rate is whatever `lr` is by then.
     """
 
     kind: str | None
     shards: dict[str, tuple[Shard, ...]]
     state: dict[str, dict[str, torch.Tensor]]
     steps: int = 0
+    lr: float = LR
 
     def step(self, module: nn.Module) -> None:
         """Update the module from its `.grad`s, and clear them."""
@@ -41,13 +42,13 @@ class Oracle:
             p.grad = None
 
     def _sgd(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        p -= LR * grad
+        p -= self.lr * grad
 
     def _adagrad(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         total = state.setdefault("sum", torch.zeros_like(p))
         total += grad * grad
         touched = (grad != 0).any(1)  # others would be 0 / 0 where the dtype has no 1e-10
-        p[touched] -= LR * grad[touched] / (total[touched].sqrt() + 1e-10)
+        p[touched] -= self.lr * grad[touched] / (total[touched].sqrt() + 1e-10)
 
     def _rowwise_adagrad(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """One accumulator for each row of each rectangle: rows whole -> the unsharded optimizer."""
@@ -55,7 +56,7 @@ class Oracle:
         for rows, cols in self._rectangles(name, p):
             g = grad[rows, cols]
             total[rows, cols] += (g * g).mean(1, keepdim=True)
-            step = LR * g / (total[rows, cols].sqrt() + 1e-10)
+            step = self.lr * g / (total[rows, cols].sqrt() + 1e-10)
             p[rows, cols] -= step.where((g != 0).any(1, keepdim=True), 0)
 
     def _rectangles(self, name: str, p: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -73,7 +74,7 @@ class Oracle:
             for row in range(rows.start, rows.stop):
                 if grad[row].any():  # else it is in no batch
                     own = {key: whole[key][row, cols][: 1 if case.state[key] else None].clone() for key in whole}
-                    case.step(p[row, cols], grad[row, cols], own, case.options, self.steps)
+                    case.step(p[row, cols], grad[row, cols], own, {**case.options, "lr": self.lr}, self.steps)
                     for key, value in own.items():
                         whole[key][row, cols] = value
 
@@ -86,7 +87,7 @@ class Oracle:
         m[touched] = 0.9 * m[touched] + 0.1 * g
         v[touched] = 0.999 * v[touched] + 0.001 * g * g
         m_hat, v_hat = m[touched] / (1 - 0.9**self.steps), v[touched] / (1 - 0.999**self.steps)
-        p[touched] -= LR * m_hat / (v_hat.sqrt() + 1e-8)
+        p[touched] -= self.lr * m_hat / (v_hat.sqrt() + 1e-8)
 
 
 def in_backward(kind: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], **options: float) -> None:

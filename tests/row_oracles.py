@@ -27,22 +27,27 @@ RowStep = Callable[[Tensor, Tensor, RowState, Mapping[str, Any], int], None]
 LR, EPS, BETA1, BETA2 = 0.1, 1e-6, 0.8, 0.95
 
 
+def _lr(o: Mapping[str, Any]) -> float:
+    rate: float = o.get("lr", LR)
+    return rate
+
+
 def _sgd(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int) -> None:
-    w -= LR * g
+    w -= _lr(o) * g
 
 
 def _adagrad(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int) -> None:
     total = state.setdefault("sum", torch.zeros_like(w))
     total += g**2
-    w -= LR * g / (total.sqrt() + EPS)
+    w -= _lr(o) * g / (total.sqrt() + EPS)
 
 
 def _rowwise_adagrad(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int) -> None:
     decay, mode, max_norm = o.get("weight_decay", 0.0), o.get("weight_decay_mode", 0), o.get("max_norm", 0.0)
     coupled = g + decay * w if mode == 1 else g
     state.setdefault("sum", torch.zeros_like(w[:1])).add_((coupled**2).sum() / len(w))
-    multiplier = LR / (state["sum"].sqrt() + EPS)
-    correction = {0: 1.0, 1: 1.0 - multiplier * decay, 2: 1.0 - LR * decay}[mode]
+    multiplier = _lr(o) / (state["sum"].sqrt() + EPS)
+    correction = {0: 1.0, 1: 1.0 - multiplier * decay, 2: 1.0 - _lr(o) * decay}[mode]
     w.copy_(correction * w - multiplier * g)
     norm = (w**2).sum().sqrt()
     if 0 < max_norm < norm:
@@ -58,7 +63,7 @@ def _adam_step(w: Tensor, g: Tensor, state: RowState, t: int, by_row: bool) -> T
 
 
 def _adam(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int, by_row: bool = False) -> None:
-    w -= LR * (_adam_step(w, g, state, t, by_row) + o.get("weight_decay", 0.0) * w)
+    w -= _lr(o) * (_adam_step(w, g, state, t, by_row) + o.get("weight_decay", 0.0) * w)
 
 
 def _partial_rowwise_adam(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int) -> None:
@@ -68,7 +73,7 @@ def _partial_rowwise_adam(w: Tensor, g: Tensor, state: RowState, o: Mapping[str,
 def _lamb(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int, by_row: bool = False) -> None:
     update = _adam_step(w, g, state, t, by_row) + o.get("weight_decay", 0.0) * w
     if update.any():
-        w -= LR * ((w**2).sum().sqrt() / (update**2).sum().sqrt()) * update
+        w -= _lr(o) * ((w**2).sum().sqrt() / (update**2).sum().sqrt()) * update
 
 
 def _partial_rowwise_lamb(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: int) -> None:
@@ -79,7 +84,7 @@ def _lars_sgd(w: Tensor, g: Tensor, state: RowState, o: Mapping[str, Any], t: in
     decay = o.get("weight_decay", 0.0)
     w_norm, g_norm = (w**2).sum().sqrt(), (g**2).sum().sqrt()
     under = g_norm + decay * w_norm
-    rate = LR * o["eta"] * w_norm / under if under > 0 else 0.0
+    rate = _lr(o) * o["eta"] * w_norm / under if under > 0 else 0.0
     m = state.setdefault("momentum_buffer", torch.zeros_like(w))
     m.copy_(o["momentum"] * m + rate * (g + decay * w))
     w -= m

@@ -136,7 +136,7 @@ def drawn_env(rng: random.Random) -> ShardingEnv:
     return ShardingEnv.from_mesh(mesh(*rng.choice(MESHES)))
 
 
-def drawn_layout(rng: random.Random, env: ShardingEnv, name: str) -> Layout:
+def drawn_layout(rng: random.Random, env: ShardingEnv, shape: tuple[int, int]) -> Layout:
     ranks = env.table_size
 
     def rank() -> int:
@@ -149,7 +149,7 @@ def drawn_layout(rng: random.Random, env: ShardingEnv, name: str) -> Layout:
             lambda: row_wise(sorted(rng.sample(range(ranks), rng.randint(1, ranks)))),
             lambda: column_wise([rank() for _ in range(rng.choice((1, 2)))]),
             lambda: grid([[rank(), rank()] for _ in range(2)]),
-            lambda: rectangles(random_rectangles(SHAPES[name], ranks, rng.randrange(10**6))),
+            lambda: rectangles(random_rectangles(shape, ranks, rng.randrange(10**6))),
             data_parallel,
         )
     )()

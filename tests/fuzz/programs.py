@@ -47,22 +47,31 @@ def probes(seed: int, count: int) -> list[Probe]:
 
 
 def run(case: Probe) -> Outcome:
-    """On every rank. A step that fails on one ends the program on all, with what was done before."""
+    """On every rank."""
+    return run_of(str(case), lambda folder: Program(random.Random(case.seed), folder))
+
+
+def run_of(name: str, made: Callable[[Path], Any]) -> Outcome:
+    """On every rank. A step that fails on one ends the program on all, with what was done before.
+
+    Args:
+        made: of a folder that all share, what has `step` and `done`.
+    """
     with tempfile.TemporaryDirectory() as own:
         folders: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(folders, own)
 
         def attempt() -> None:
-            program = Program(random.Random(case.seed), Path(folders[0]))
+            program = made(Path(folders[0]))
             for _ in range(STEPS):
                 _together(program)
 
-        outcome = outcome_of(str(case), attempt, lambda: None, RIGHT, LIMIT_S)
+        outcome = outcome_of(name, attempt, lambda: None, RIGHT, LIMIT_S)
         dist.barrier()
     return outcome
 
 
-def _together(program: Program) -> None:
+def _together(program: Any) -> None:
     error: Exception | None = None
     try:
         program.step()
@@ -105,7 +114,7 @@ class Program:
 
     def plan(self) -> dict[str, dmp.Layout]:
         names = [name for name in SHAPES if self.has_words or name != "words.weight"]
-        return {name: drawn_layout(self.rng, self.env, name) for name in names}
+        return {name: drawn_layout(self.rng, self.env, SHAPES[name]) for name in names}
 
     def wrapped(self, module: nn.Module) -> DistributedModelParallel:
         if self.rng.random() < 0.25:

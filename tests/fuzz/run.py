@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.fuzz import divergent, inputs, meshes, misuse, plans, programs, sources
+from tests.fuzz import divergent, inputs, keyed_programs, meshes, misuse, plans, programs, sources
 from tests.fuzz.outcome import ERROR, LIMIT_S, RIGHT, Outcome, merged
 from tests.ranks import RankError, run_apart, run_ranks
 
@@ -20,6 +20,7 @@ CATEGORIES = {
     "misuse": (misuse, 2, 210),
     "divergent": (divergent, 2, 60),
     "programs": (programs, 4, 60),
+    "keyed programs": (keyed_programs, 4, 60),
 }
 """Name -> module, ranks (0: in this process), how many probes a whole run has."""
 

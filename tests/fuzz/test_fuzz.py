@@ -6,7 +6,16 @@ import pytest
 
 from tests.fuzz.run import CATEGORIES, run, table
 
-_SAMPLE = {"inputs": 6, "plans": 6, "meshes": 2, "sources": 12, "misuse": 3, "divergent": 1, "programs": 2}
+_SAMPLE = {
+    "inputs": 6,
+    "plans": 6,
+    "meshes": 2,
+    "sources": 12,
+    "misuse": 3,
+    "divergent": 1,
+    "programs": 2,
+    "keyed programs": 2,
+}
 
 
 @pytest.mark.parametrize("name", CATEGORIES)
