@@ -16,6 +16,7 @@ from dmp import (
     DistributedModelParallel,
     Shard,
     ShardingEnv,
+    column_wise,
     full_optimizer_state_dict,
     load_checkpoint,
     rectangles,
@@ -70,6 +71,15 @@ def test_between_plans() -> None:
 @pytest.mark.slow
 def test_between_all_plans() -> None:
     run_ranks(2, between_plans, list(product(LAYOUTS, LAYOUTS)), timeout=300)
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "lamb", "rowwise_adagrad"])
+def test_widths_are_given_where_state_has_blocks(kind: str) -> None:
+    """Other state has one form and one set of names on every plan: torch's checkpoint of one would not load."""
+    module = nn.EmbeddingBag(7, 8)
+    attach(module, kind)
+    model = DistributedModelParallel(module, ShardingEnv.single(), plan={"weight": column_wise([0, 0])})
+    assert ("column_widths" in model.fused_optimizer.state_dict()) == (kind == "rowwise_adagrad")
 
 
 def refused() -> list[str]:

@@ -15,7 +15,7 @@ from dmp.contracts import FusedParameter
 from dmp.errors import CheckpointError, ShardError
 from dmp.foreign import type_name
 from dmp.places import taking_hooks
-from dmp.wrap.column_blocks import between_blocks
+from dmp.wrap.column_blocks import between_blocks, is_per_block
 from dmp.wrap.live_state import LiveState
 
 _FORM = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
@@ -152,8 +152,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`{"state": {parameter name: {state name: tensor}}, "param_groups": [...]}`; tensors are live, not copies.
 
-        Where columns are cut, `column_widths` says by name how wide the blocks are, see [Note: column blocks] of
-        column_blocks.py.
+        Where state has a value for each column block, `column_widths` says by name how wide the blocks are, see [Note:
+        column blocks] of column_blocks.py.
         """
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": list(self._names[id(group)])}
@@ -162,7 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         others = {name: self.state[p] for name, p in self._others().items() if p in self.state}
         states = {**{name: f.state() for name, f in self.fused.items()}, **others}
         state = {"state": states, "param_groups": groups}
-        widths = {name: f.widths for name, f in self.fused.items() if f.widths is not None}
+        widths = {name: f.widths for name, f in self.fused.items() if f.widths and _has_blocks(states[name], f.widths)}
         return {**state, "column_widths": widths} if widths else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -205,6 +205,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _others(self) -> dict[str, Any]:
         """Parameters that wrappers of TorchRec's have added."""
         return {name: p for name, p in self.params.items() if name not in self.fused}
+
+
+def _has_blocks(state: Mapping[str, torch.Tensor], widths: Sequence[int]) -> bool:
+    """Whether some of a table's state has a value for each block; other state is the same on every plan, names too."""
+    return any(is_per_block(value.shape, widths) for value in state.values())
 
 
 def _options_of(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
