@@ -37,6 +37,8 @@ The members of a Protocol are what one must have. What one may have beside them 
   and nothing of the module is changed. Without it the sharder makes the module again from `unsharded`, where none of
   its parameters is updated in the backward pass.
 - `notes: Iterable[str]`, of a `ModelPlacement`: what is left whole, and why, for showing.
+- `kept: Collection[int]`, of a `ModelPlacement`: set by the wrapper before `apply`: ids of weights that the model keeps
+  beside their places (in a list or dict of its own) and goes on reading there: they stay the parameters that they are.
 - `shards_in_place(env, has_dtensors) -> bool`, of a `DataParallelWrapper`: whether `wrap` returns the module that it
   was given, and takes parameters on meta, which are filled afterwards; `has_dtensors`: weights are tensor-parallel.
 - `check(module, env, placed, ignored)`, of a `DataParallelWrapper`: raises what `wrap` would, before anything is
@@ -196,7 +198,7 @@ class Resharded(Protocol):
 class ModelPlacement(Protocol):
     """What a `ModelSharder` found it can do with one model on one mesh: nothing is changed before `apply`.
 
-    Hook: `notes`.
+    Hooks: `notes`, `kept`.
     """
 
     @property
@@ -258,7 +260,7 @@ class Planner(Protocol):
         ...
 
 
-VERSION = 6
+VERSION = 7
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
 HOOKS: Mapping[str, int] = {
@@ -271,6 +273,7 @@ HOOKS: Mapping[str, int] = {
     "travels": 4,
     "stand_for": 5,
     "tells_rows": 6,
+    "kept": 7,
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

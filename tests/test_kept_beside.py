@@ -196,6 +196,39 @@ def test_a_weight_that_the_plan_replicates(is_on_meta: bool) -> None:
     run_ranks(2, _replicated, is_on_meta)
 
 
+class Beside(Net):
+    """With two layers that a tensor axis splits beside the weight that is kept."""
+
+    def __init__(self, way: str | None = None) -> None:
+        super().__init__(way)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.down(self.up(x).relu()))
+
+
+def _beside_split(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:
+    env, whole = ShardingEnv.from_mesh(mesh(shape, names)), Beside()
+    sharder = TensorParallelSharder({"up": "colwise", "down": "rowwise"})
+    model = DistributedModelParallel(Beside(way), env, sharders=[sharder])
+    for other in (model, copy.deepcopy(model)):
+        _trains(other, copy.deepcopy(whole), env)
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        whole.load_state_dict(full_state_dict(model))
+        torch.testing.assert_close(to_unsharded(model)(x), whole(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "names", [("tp",), *(pytest.param((a, "tp"), marks=pytest.mark.slow) for a in ("shard", "dp"))]
+)
+@pytest.mark.sampled(2)
+def test_a_kept_weight_beside_what_a_tensor_axis_splits(names: tuple[str, ...], way: str) -> None:
+    """It was replaced, and the one that the model read was not trained."""
+    run_ranks(2 ** len(names), _beside_split, (2,) * len(names), names, way)
+
+
 def _split(way: str) -> None:
     env, module = ShardingEnv.from_mesh(mesh((2,), ("tp",))), Net(way)
     sharders = [TensorParallelSharder({"first": "colwise", "second": "rowwise"})]

@@ -20,12 +20,14 @@ from dmp.contracts import (
     ModuleSharder,
     ParameterInfo,
     hook,
+    set_hook,
 )
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.places import is_dtensor, restore_ties, tied_places
+from dmp.plans.kept_places import kept_beside
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
@@ -106,8 +108,9 @@ class Assembly:
 
     def split_dense(self) -> None:
         """Split dense weights in place, ties kept."""
-        ties = tied_places(self.module)
+        ties, kept = tied_places(self.module), kept_beside(self.module) if self.placements else {}
         for placement in self.placements:
+            set_hook(placement, "kept", kept.keys())
             placement.apply(self.module)
         restore_ties(ties)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class TensorParallelSharder:
         return _Placing(model, runs, self, env).place(wanted)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorParallelPlacement:
     """What `TensorParallelSharder` splits.
 
@@ -126,6 +126,7 @@ class TensorParallelPlacement:
         notes: what was left whole, and why, for showing.
         env: the mesh.
         warnings: what is not seen from the numbers of a step.
+        kept: ids of weights that the model reads beside their places, and that are left alone.
     """
 
     layouts: Mapping[str, Layout]
@@ -134,6 +135,7 @@ class TensorParallelPlacement:
     notes: tuple[str, ...]
     env: ShardingEnv = field(repr=False)
     warnings: tuple[str, ...] = ()
+    kept: Collection[int] = ()
 
     def apply(self, model: nn.Module) -> None:
         """Split the model in place. No communication, but for the random state, and what was decided; parameters may be
@@ -151,7 +153,7 @@ class TensorParallelPlacement:
         is_unproved = self._agreed(mesh)
         numbers = RandomNumbers.now(), _device_state(mesh.device_type)
         if self.styles:
-            split(model, mesh, self.styles, self.divided)
+            split(model, mesh, self.styles, self.divided, self.kept)
             show_whole(model, mesh, self.styles, self.env.everyone, follow_branches(model, mesh, self.styles))
         if any(p is not None for m in outside_tables(model) for p in m._parameters.values()):
             compare_calls(model, mesh)

@@ -46,7 +46,11 @@ _Read = Callable[[Any, nn.Module], Any]
 
 
 def keep_whole_weights(
-    model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int], adding: Collection[int] = ()
+    model: nn.Module,
+    mesh: DeviceMesh,
+    on_parts: Collection[int],
+    adding: Collection[int] = (),
+    kept: Collection[int] = (),
 ) -> None:
     """Make every whole weight of the model a DTensor on the tensor axis, see [Note: whole weights]; no communication.
 
@@ -55,12 +59,15 @@ def keep_whole_weights(
         mesh: the tensor axis.
         on_parts: ids of modules whose own weights are used on parts of the activations.
         adding: ids of modules that add theirs, biases, on every rank to what is summed over the ranks.
+        kept: ids of weights that the model goes on reading beside their places; they stay what they are where every
+            rank has their whole gradient.
     """
     from torch.distributed.tensor import DTensor
 
     made: dict[int, nn.Parameter] = {}
     for owner in list(outside_tables(model)):
-        plain = {n: p for n, p in owner._parameters.items() if p is not None and not is_lazy(p)}
+        left = () if id(owner) in on_parts or id(owner) in adding else kept
+        plain = {n: p for n, p in owner._parameters.items() if p is not None and not is_lazy(p) and id(p) not in left}
         plain = {n: p for n, p in plain.items() if not isinstance(p, DTensor) or id(p) in made}
         if not plain or isinstance(owner, nn.RNNBase):  # its kernel takes a list of the weights themselves
             continue

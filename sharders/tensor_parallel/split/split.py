@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 def split(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, Style],
+    divided: Mapping[tuple[str, str], int],
+    kept: Collection[int] = (),
 ) -> None:
     """Split the model in place, in this order: attention weights given out -> shared inputs -> torch's styles -> hooks
     on activations -> numbers of heads -> ties put back -> whole weights -> the program's own hooks. No communication;
@@ -40,6 +44,7 @@ def split(
         mesh: the tensor axis.
         styles: module path -> style, in the order of the model.
         divided: (module path, attribute) -> its value on each rank.
+        kept: ids of whole weights that the model reads beside their places.
     """
     keep_graphs()
     ties, earlier = tied_places(model), forward_hooks(model)
@@ -75,7 +80,7 @@ def split(
     for places in ties:
         keep_tie(places)
     on_parts = {id(modules[path]) for path, style in styles.items() if style in ON_PARTS}
-    keep_whole_weights(model, mesh, on_parts, adding)
+    keep_whole_weights(model, mesh, on_parts, adding, kept)
     run_last(earlier)
     tell_of_parts(model, mesh, styles)
     tell_of_chunks(model, mesh, styles)
