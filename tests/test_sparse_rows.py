@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, full_state_dict
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
 from sharders import DDPWrapper
 from tests.equality import env_of
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
 
 ROWS = 12
 REACHED: dict[str, Any] = {
@@ -81,3 +81,26 @@ def test_trains_where_nothing_else_does() -> None:
 def test_trains_by_torchs_own_treatment_of_what_is_not_reached(option: str) -> None:
     """What two tables share was divided twice, in silence."""
     run_ranks(2, trains, True, "all", True, option)
+
+
+class Own(nn.Module):
+    """Looks rows up by itself, as embeddings of quotients and remainders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ROWS, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding_bag(ids, self.weight, sparse=True)
+
+
+def _own(axis: str) -> None:
+    model = DistributedModelParallel(Own(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    model(torch.ones(2, 3, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_sparse_gradient_of_what_is_no_table(axis: str) -> None:
+    """Torch spoke of the storage of a SparseTensorImpl, or of fsdp::chunk_cat."""
+    for error in run_ranks(2, _own, axis, expect=ShardError):
+        assert "no table has a sparse gradient" in str(error) and "Pass sparse=False there" in str(error)

@@ -16,6 +16,11 @@ from dmp.errors import ShardError
 from dmp.ranks import note_left
 from dmp.wrap import live_models as live
 
+_SPARSE = (
+    "a weight that is no table has a sparse gradient, as of F.embedding_bag(ids, self.weight, sparse=True) in a module "
+    "of one's own: such are averaged as dense ones. Pass sparse=False there, or keep the weight in an nn.EmbeddingBag "
+    "or nn.Embedding and call that"
+)
 _WORDS = {
     "got mixed torch.Tensor and DTensor": "the backward pass met plain tensors beside DTensors, as of a loss with a "
     "term over all weights, sum(p.square().sum() for p in model.parameters()): there read p.full_tensor() where p is a "
@@ -31,6 +36,7 @@ _WORDS = {
     "by torch.utils.checkpoint with use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient "
     "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={"
     "'use_reentrant': False})",
+    **dict.fromkeys(("storage of SparseTensorImpl", "with arguments from the 'Sparse"), _SPARSE),
 }
 """What torch's error has in it -> what ours says."""
 
