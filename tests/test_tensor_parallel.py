@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from dmp import InputError, ShardingEnv
+from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv
 from sharders import TensorParallelSharder
 from tests.adapted import adapted
 from tests.ranks import mesh, run_ranks
@@ -395,3 +395,29 @@ def check_lengths() -> None:
 def test_a_length_that_does_not_divide() -> None:
     for error in run_ranks(2, check_lengths, expect=InputError):
         assert all(word in str(error) for word in ("length 7", "2 ranks", "'tp'", "8 positions"))
+
+
+class Tied(nn.Module):
+    """Scores by the weight of a layer, which it reads past that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.down(self.up(x).relu()), self.up.weight)
+
+
+def _read_past_a_split_layer() -> None:
+    env = ShardingEnv.from_mesh(mesh((1, 2), ("shard", "tp")))
+    sharder = TensorParallelSharder({"up": "colwise", "down": "rowwise"})
+    model = DistributedModelParallel(Tied(), env, sharders=[sharder])
+    with pytest.raises(
+        ShardError, match=r"split over the tensor axis, beside plain tensors \(test_tensor_parallel.py:\d+\)"
+    ):
+        model(torch.ones(2, 4))
+
+
+def test_a_weight_of_the_tensor_axis_that_is_read_past_its_layer() -> None:
+    """It was said to be in pieces between units, of which there are none."""
+    run_ranks(2, _read_past_a_split_layer)
