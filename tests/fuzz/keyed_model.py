@@ -143,9 +143,13 @@ class Model(nn.Module):
         keyed, is_plain = batch.repeated, type(self.bags) is EmbeddingBagCollection
         if is_plain and not len(batch.targets):
             return 0.0 * self.gate.sum(), batch.targets
-        pooled = self.bags(batch.by_key if self.is_by_key and not is_plain else keyed).values()
-        weights = self.gate[keyed.values() % 5]
-        of_weighted = KeyedJaggedTensor(keyed.keys(), keyed.values(), weights, lengths=keyed.lengths())
+        source = batch.by_key if self.is_by_key and not is_plain else keyed
+        pooled, weights = self.bags(source).values(), self.gate[source.values() % 5]
+        sizes = {} if source is keyed else {"stride_per_key_per_rank": source.stride_per_key_per_rank()}
+        inverse = source.inverse_indices_or_none()
+        of_weighted = KeyedJaggedTensor(
+            source.keys(), source.values(), weights, lengths=source.lengths(), inverse_indices=inverse, **sizes
+        )
         jagged = torch.stack([jt.to_padded_dense(3) for jt in self.words(keyed).values()]).sum(0).mean(1)
         both = torch.cat([pooled, self.weighted(of_weighted).values(), jagged], 1)
         scores = self.out(torch.tanh(self.over(both))).squeeze(1)
