@@ -108,9 +108,10 @@ class Assembly:
 
     def split_dense(self) -> None:
         """Split dense weights in place, ties kept."""
-        ties, kept = tied_places(self.module), kept_beside(self.module) if self.placements else {}
+        ties = tied_places(self.module)
+        kept = frozenset(kept_beside(self.module)) if self.placements else frozenset()
         for placement in self.placements:
-            set_hook(placement, "kept", kept.keys())
+            set_hook(placement, "kept", kept)
             placement.apply(self.module)
         restore_ties(ties)
 
