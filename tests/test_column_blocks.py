@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dmp import (
     CheckpointError,
     DistributedModelParallel,
+    Layout,
     Shard,
     ShardingEnv,
     column_wise,
@@ -80,6 +83,25 @@ def test_widths_are_given_where_state_has_blocks(kind: str) -> None:
     attach(module, kind)
     model = DistributedModelParallel(module, ShardingEnv.single(), plan={"weight": column_wise([0, 0])})
     assert ("column_widths" in model.fused_optimizer.state_dict()) == (kind == "rowwise_adagrad")
+
+
+def test_blocks_in_torchs_checkpoint(tmp_path: Path) -> None:
+    """Which torch itself loads on the same plan alone."""
+
+    def made(layout: Layout) -> DistributedModelParallel:
+        module = nn.EmbeddingBag(7, 8)
+        attach(module, KIND)
+        return DistributedModelParallel(module, ShardingEnv.single(), plan={"weight": layout})
+
+    saved, loaded = made(column_wise([0, 0])), made(table_wise(0))
+    saved(torch.tensor([[1, 2]])).square().sum().backward()
+    state = {"model": saved.state_dict(), "optimizer": saved.fused_optimizer.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no process group
+        dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    load_checkpoint(tmp_path / "saved", loaded)
+    ours, theirs = (full_optimizer_state_dict(model)["state"]["weight"]["sum"] for model in (loaded, saved))
+    torch.testing.assert_close(ours, theirs)
 
 
 def refused() -> list[str]:

@@ -56,20 +56,22 @@ class TorchFolder:
             name, _ = split_state(ours)
             found = self._column_widths(MODEL + name, size) if ours.startswith(STATE) else ()
             if found:
+                widths[name] = found
+            if found and len(size) == 1:
                 rows = size[0] // len(found)
                 self._check_within_column_blocks(ours, rows)
-                widths[name] = found
                 self.shapes[ours] = (rows, len(found)), dtype
         self.about: dict[str, Any] = {"holds_more": True, "has_steps": not uncounted, "column_widths": widths}
         self.about["names_stateless"] = False
 
     def _column_widths(self, weight: str, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the blocks that a table's state of this size has one after another; empty for other state."""
+        """Of the blocks that a table's state of this size has, one after another (TorchRec's) or as columns (what our
+        models give to torch's checkpoint); empty for other state."""
         table, _ = self.shapes[weight]
-        if len(table) != 2 or len(size) != 1 or size[0] == table[0]:
+        if len(table) != 2:
             return ()
         starts = sorted({piece.offset[1] for piece in self._entries[self._keys[weight]].pieces})
-        is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
+        is_blocks = 1 < len(starts) < table[1] and size in ((table[0] * len(starts),), (table[0], len(starts)))
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
 
     def _check_within_column_blocks(self, ours: str, rows: int) -> None:
