@@ -36,7 +36,7 @@ _WORDS = {
     "by torch.utils.checkpoint with use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient "
     "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={"
     "'use_reentrant': False})",
-    **dict.fromkeys(("storage of SparseTensorImpl", "with arguments from the 'Sparse"), _SPARSE),
+    **dict.fromkeys(("storage of SparseTensorImpl", "'fsdp::chunk_cat' with arguments from the 'Sparse"), _SPARSE),
 }
 """What torch's error has in it -> what ours says."""
 
