@@ -65,6 +65,9 @@ _AGAIN = 8
 _WIDE_MENU = 40
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
+_TIGHT = 0.9
+"""Share of the memory from which on items are put down in the order of what they take of it, first or where one did not
+fit."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
@@ -261,14 +264,18 @@ def _pack(
 ) -> float:
     """One start: all items put down, largest first, then again one by one; returns the work that it took.
 
+    Largest in seconds: where memory is tight that leaves holes on ranks, in which nothing fits that is put down later.
+
     Args:
         weights: of memory, and the power to begin with.
     """
     memory, power = weights
     size = cuts.piece[start.first, :-1].sum(1) / max(float(start.target.sum()), 1e-30)  # which may cost nothing
-    if memory:
-        size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
-    order = np.argsort(-size[cuts.item], kind="stable").tolist()
+    share = cuts.mean[start.first, -1] / problem.capacity.max()
+    by_bytes = np.argsort(-share[cuts.item], kind="stable").tolist()
+    order = np.argsort(-(np.maximum(size, share) if memory else size)[cuts.item], kind="stable").tolist()
+    if (is_tight := start.fill > _TIGHT) and best.parts is not None:
+        order, is_tight = by_bytes, False
     kept = everywhere_bytes(problem, cuts, start.first)[cuts.item]
     narrow, spent = menus(problem, cuts, start.cost, most), 0.0
     for _ in range(_AGAIN):
@@ -282,8 +289,11 @@ def _pack(
         spent += potential.work
         if spent > _BUILDING / (4 if best.parts is None else 16) or (best.parts is not None and out_of_time()):
             return spent
-        order.remove(failed)
-        order.insert(0, failed)
+        if is_tight:  # what seconds put first has left holes
+            order, is_tight = by_bytes, False
+        else:
+            order.remove(failed)
+            order.insert(0, failed)
     else:
         return spent
     potential.work += spent

@@ -100,9 +100,13 @@ def _starts(problem: Problem, cuts: Cuts, may: Flags) -> list[Start]:
         price = _price(problem, cuts, np.where(is_open, spent, np.inf), counts)
         end = max(float(most[is_open].max()), begin)
         for threshold in np.unique(np.geomspace(begin, end, _THRESHOLDS) if 0 < begin < end else [begin]):
-            cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * cuts.mean[:, -1]
-            cost = np.where(is_open, cost, np.inf)
+            below = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most)
+            cost = np.where(is_open, below + price * cuts.mean[:, -1], np.inf)
             first = first_of(cuts, cost)
+            if float((cuts.mean[first, -1] * counts).sum()) > room:  # those below need another price
+                dearer = _price(problem, cuts, np.where(is_open, below, np.inf), counts)
+                cost = np.where(is_open, below + dearer * cuts.mean[:, -1], np.inf)
+                first = first_of(cuts, cost)
             if first.tobytes() in found:
                 continue
             mean = (cuts.mean[first, :-1] * counts[:, None]).sum(0) + base
