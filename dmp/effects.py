@@ -33,7 +33,7 @@ For the whole process, once
   loss that is wrong on a part of a table is told when the pass is done, and what scales one that is right is averaged
   over the ranks
 - torch's list of the classes of split modules has more of them (sharders/data_parallel/classes.py), for those kinds of
-  modules that cannot change to the class that torch would make
+  modules that cannot change to the class that torch would make, or would hear of it
 - `dmp/state/numbers.py:
   DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] =`: a number that is
   made of what is split says that it is a rank's share

@@ -7,6 +7,7 @@ files:
 - `channel`: exchange of buffers between the ranks of one group
 - `before_steps`: a look at gradients before an optimizer's step, or where its closure has made them
 - `quiet`: silence while code of others is run for a look at it
+- `unheard`: classes made of a module's own, of which that class does not hear
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 - `options`: options of these that cannot be
 - `agreed_order`: that ranks exchange for the same units, in the same order
 - `fsdp_units`: the units of a model that FSDP2 has split, and their weights
-- `classes`: modules whose class does not begin with `nn.Module`
+- `classes`: modules whose class does not begin with `nn.Module`, or hears of its subclasses
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `in_turn`: whether all ranks run each module of a list, a dict or a branch
 - `reads_all`: models whose forward goes over all their parameters

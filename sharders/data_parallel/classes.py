@@ -1,8 +1,9 @@
-"""Modules whose class does not begin with `nn.Module`, as `class Policy(ABC, nn.Module)`.
+"""Modules whose class does not begin with `nn.Module`, as `class Policy(ABC, nn.Module)`, or hears of its subclasses.
 
 torch gives what it splits a class of its own and the module's. Python lets a module change to it only if both come by
 their attributes at the same base: at `object` where `nn.Module` is first. Where `ABC` or `Generic` is, torch ends in
-"object layout differs". Such a module has a class made here, in torch's own list, that begins as the module's does.
+"object layout differs". Such a module has a class made here, in torch's own list, that begins as the module's does. So
+has one whose class has an `__init_subclass__`, of which that does not hear.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+
+from sharders.unheard import first_base, hears, unheard
 
 
 def begin_alike(module: nn.Module, is_split: bool) -> None:
@@ -23,18 +26,11 @@ def begin_alike(module: nn.Module, is_split: bool) -> None:
     from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, cls_to_fsdp_cls
 
     theirs, made = (FSDPModule, cls_to_fsdp_cls) if is_split else (ReplicateModule, cls_to_replicate_cls)
-    kind, first = type(module), _first(type(module))
-    if first is object or kind in made:
+    kind, first = type(module), first_base(type(module))
+    if kind in made or (first is object and not hears(kind)):
         return
-    own: dict[str, Any] = {"__module__": theirs.__module__}
-    beside = {**own, "_orig_cls_mro_index": 2, "__orig_bases__": ()}  # Generic asks what it was made generic by
-    begun = type(theirs.__name__, (first, theirs), beside)
-    name = f"{theirs.__name__.removesuffix('Module')}{kind.__name__}"
-    made[kind] = type(name, (begun, kind), {**own, "__deepcopy__": _unimplemented_deepcopy})
-
-
-def _first(kind: type) -> type:
-    """The base at which there are no attributes yet."""
-    while kind.__dictoffset__:
-        kind = kind.__base__  # type: ignore[assignment]
-    return kind
+    begun = unheard(theirs) if first is object else unheard(first, theirs)
+    own: dict[str, Any] = {"__module__": theirs.__module__, "__deepcopy__": _unimplemented_deepcopy}
+    new = type(f"{theirs.__name__.removesuffix('Module')}{kind.__name__}", (begun, kind), own)
+    begun._orig_cls_mro_index = new.__mro__.index(kind)
+    made[kind] = new

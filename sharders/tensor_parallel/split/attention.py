@@ -6,7 +6,6 @@ Shapes: B samples, T queries, S keys, D width, H heads of this rank, E head size
 
 from __future__ import annotations
 
-import types
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from dmp import is_dtensor
 from sharders.tensor_parallel.split.local import split_weights
 from sharders.tensor_parallel.split.own_parts import drawn_apart, place_of
 from sharders.tensor_parallel.split.plain import entering, plain, summed
+from sharders.unheard import made_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,8 +41,7 @@ def split_attention(module: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
 
 @cache
 def _by_heads(kind: Any) -> Any:
-    body = {"forward": _forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(body))
+    return made_of(kind, {"forward": _forward})
 
 
 def _forward(

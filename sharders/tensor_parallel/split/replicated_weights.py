@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from torch.nn.parameter import is_lazy
 from dmp import Place, ShardedModule
 from sharders.tensor_parallel.split.own_parts import follow
 from sharders.tensor_parallel.split.plain import replicated
+from sharders.unheard import made_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -140,8 +140,7 @@ def _reader(kind: Any, names: tuple[str, ...], read: _Read | None) -> type[nn.Mo
         body.update({name: _model_code(method) for name, method in _methods(kind)})
     if read is _aligned:
         body["__call__"] = _disable_dynamo(kind.__call__)  # see [Note: whole weights]
-    body.update(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__, _dmp_reads=True)
-    made: type[nn.Module] = types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(body))
+    made: type[nn.Module] = made_of(kind, {**body, "_dmp_reads": True})
     return made
 
 

@@ -23,6 +23,7 @@ from sharders.tensor_parallel.split.local import split_weights
 from sharders.tensor_parallel.split.plain import entering, summed
 from sharders.tensor_parallel.split.replicated_weights import read_local
 from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, width_of_norm
+from sharders.unheard import made_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,30 +56,28 @@ def split_norm(module: nn.Module, mesh: DeviceMesh) -> None:
 def _across_ranks(kind: Any, mesh: DeviceMesh, width: int) -> type[nn.Module]:
     """The subclass that takes statistics over all ranks' features; named as `kind`, for code that asks."""
 
-    class Norm(kind):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            across = _Statistics(mesh, width)
-            with across:
-                output = kind.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                self.__dict__[_TAKEN] = across.taken
-            return output
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        across = _Statistics(mesh, width)
+        with across:
+            output = kind.forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.__dict__[_TAKEN] = across.taken
+        return output
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            output = kind.__call__(self, *args, **kwargs)
-            # Also where somebody has put another forward in the place of the above.
-            if not torch.compiler.is_compiling() and not self.__dict__.pop(_TAKEN, False):
-                raise ShardError(
-                    f"a {type_name(self)} over {width * mesh.size()} features, of which this rank has {width}, took no "
-                    "mean, sum or variance of them by torch's functions: a kernel of its own would take that of this "
-                    f"rank's alone; turn the kernel off, or leave the module ({COLWISE_NORM!r}), and what it is of, "
-                    "out of the tensor-parallel plan"
-                )
-            return output
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = kind.__call__(self, *args, **kwargs)
+        # Also where somebody has put another forward in the place of the above.
+        if not torch.compiler.is_compiling() and not self.__dict__.pop(_TAKEN, False):
+            raise ShardError(
+                f"a {type_name(self)} over {width * mesh.size()} features, of which this rank has {width}, took no "
+                "mean, sum or variance of them by torch's functions: a kernel of its own would take that of this "
+                f"rank's alone; turn the kernel off, or leave the module ({COLWISE_NORM!r}), and what it is of, "
+                "out of the tensor-parallel plan"
+            )
+        return output
 
-    Norm.__name__, Norm.__qualname__, Norm.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    Norm.__doc__ = kind.__doc__
-    return Norm
+    made: type[nn.Module] = made_of(kind, {"forward": forward, "__call__": call})
+    return made
 
 
 class _Statistics(TorchFunctionMode):

@@ -28,6 +28,7 @@ from torch._compile import _disable_dynamo
 from dmp import is_dtensor, map_nested
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.sources import source_of
+from sharders.unheard import made_of
 
 _WIDTH = ".shape[-1]"
 
@@ -114,8 +115,7 @@ def _claiming(width: int) -> Any:
 @cache
 def _called_uncompiled(kind: Any) -> Any:
     """The subclass of `kind` that does not become part of a compiled graph; named as `kind`, for code that asks."""
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind)(kind.__name__, (kind,), {**body, "__call__": _disable_dynamo(kind.__call__)})
+    return made_of(kind, {"__call__": _disable_dynamo(kind.__call__)})
 
 
 def _claim(

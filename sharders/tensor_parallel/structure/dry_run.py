@@ -27,6 +27,7 @@ from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 from sharders.tensor_parallel.structure.numbers import number_of, set_number
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM
+from sharders.unheard import made_of
 
 # Where the dimension stands among the arguments.
 _REDUCTIONS = {
@@ -240,7 +241,8 @@ def _watched(
             reads.add((path, name))
         return cls.__getattribute__(self, name)
 
-    return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
+    made: type[nn.Module] = made_of(cls, {"__getattribute__": __getattribute__})
+    return made
 
 
 class _Sums(TorchFunctionMode):
