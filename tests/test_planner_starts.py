@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from planner.search.bound import lower_bound
@@ -15,7 +17,7 @@ from planner.search.potential import Potential
 from planner.search.problem import Problem
 from planner.search.rounded import rounded
 from planner.search.solve import search
-from planner.search.starts import starts
+from planner.search.starts import least_fill, starts
 from tests.test_planner_families import drawn
 
 
@@ -47,6 +49,28 @@ def test_a_piece_that_takes_many_times_what_a_rank_has_costs_infinitely_much() -
     with np.errstate(over="ignore"):
         large, none = potential.costs(loads, 1)
     assert (large == np.inf).all() and (none == 0).all()
+
+
+def _tight(seed: int, fill: float) -> Problem:
+    """Of which the least that is needed takes this share of the memory."""
+    p = drawn(seed, 60, 64, (1, 2, 4, 8, 64), 24, 1e9, 8)
+    return replace(p, capacity=np.full(64, p.base[:, -1].max() + least_fill(p, Cuts.of(p)) * 1e9 / fill))
+
+
+def test_starts_fit_where_memory_is_tight() -> None:
+    """Whatever the threshold that pieces stay below."""
+    p = _tight(2, 0.95)
+    cuts, counts = Cuts.of(p), np.bincount(p.item_class)
+    found = starts(p, cuts)
+    assert len(found) > 5 and least_fill(p, cuts) > 0.94
+    for start in found:
+        assert (cuts.mean[start.first, -1] * counts).sum() <= (p.capacity - p.base[:, -1]).mean()
+
+
+def test_a_plan_where_memory_is_tight_is_no_last_resort() -> None:
+    """Of packing by memory alone, it took 2.9 times the bound."""
+    solution = search(_tight(2, 0.95))
+    assert solution.seconds < 1.25 * solution.lower_bound
 
 
 def test_ways_to_be_like_the_optimum_have_cuts_for_every_class() -> None:

@@ -28,7 +28,7 @@ from planner.search.problem import Array, Choice, Problem
 from planner.search.rivals import SHAKEN, compete
 from planner.search.slots import Loads, slots
 from planner.search.slotted import pack_slots
-from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
+from planner.search.starts import Start, everywhere_bytes, floor, least_fill, starts, with_rest
 from planner.search.tight import pour
 
 _WORK = 740e3
@@ -64,7 +64,9 @@ _AGAIN = 8
 """How often a start is packed, each time with the item that did not fit before the others."""
 _WIDE_MENU = 40
 _WEIGHTS = (0.1, 1.0, 10.0)
-"""Of memory, where it is tight."""
+"""Of memory, where it is tight, one after the other as long as nothing fits;"""
+_SLACK = (0.25, 0.12, 0.03)
+"""and share that starts may take then of what there is beyond the least that is needed: the less, the easier it is."""
 _TIGHT = 0.9
 """Share of the memory from which on items are put down in the order of what they take of it, first or where one did not
 fit."""
@@ -146,13 +148,16 @@ def _build(problem: Problem, cuts: Cuts, best: Best, out_of_time: Callable[[], b
     Returns:
         The work, and whether the time was up before.
     """
-    begun = starts(problem, cuts, in_turn=can_pack(problem, ranks_together(problem), _hosts(problem)))
+    in_turn = can_pack(problem, ranks_together(problem), _hosts(problem))
+    begun = starts(problem, cuts, in_turn=in_turn)
     is_long = len(problem.item_class) > _FEW
     work = on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best, out_of_time)
-    turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
-    in_turn = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
-    for memory in (0.0, *_WEIGHTS):
-        for number, (start, most) in enumerate(in_turn):
+    for memory, slack in zip((0.0, *_WEIGHTS), (1.0, *_SLACK), strict=True):
+        if memory:
+            least = least_fill(problem, cuts)
+            begun = starts(problem, cuts, in_turn=in_turn, free=least + slack * max(1 - least, 0.0))
+        turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
+        for number, (_, start, most) in enumerate(sorted(turns, key=lambda turn: turn[0])):
             if best.parts is not None and out_of_time():
                 return work, True
             if best.parts is not None and (is_long or on_hosts):

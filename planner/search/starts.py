@@ -30,6 +30,8 @@ _HARDLY = 1e-2
 """Share of the least step below which a set-up is paid without asking."""
 _FREE = 0.98
 """Share of the memory that starts count with."""
+_OVER = 0.02
+"""And may be over that."""
 _LARGE = 0.3
 """Where the largest pieces take this share of the mean, an item gets more than one cut to choose from."""
 
@@ -54,18 +56,19 @@ class Start(NamedTuple):
     fill: float
 
 
-def starts(problem: Problem, cuts: Cuts, *, in_turn: bool = False) -> list[Start]:
+def starts(problem: Problem, cuts: Cuts, *, in_turn: bool = False, free: float = _FREE) -> list[Start]:
     """Starts without repeats, the most promising first; memory has such a price that their cuts fit together.
 
     Args:
         in_turn: the most promising of all cuts comes first, then the most promising of those inside hosts, and so on.
+        free: share of the memory that they fit into.
     """
-    found = _starts(problem, cuts, np.ones(len(cuts.row), dtype=np.bool_))
+    found = _starts(problem, cuts, np.ones(len(cuts.row), dtype=np.bool_), free)
     inside = inside_hosts(problem, cuts)
     if inside.all() or not in_turn:
         return found
     known = {start.first.tobytes() for start in found}
-    others = _starts(problem, cuts, inside)
+    others = _starts(problem, cuts, inside, free)
     others = [start for start in others if start.first.tobytes() not in known]
     pairs = [start for pair in zip(found, others, strict=False) for start in pair]
     return pairs + found[len(others) :] + others[len(found) :]
@@ -77,11 +80,18 @@ def inside_hosts(problem: Problem, cuts: Cuts) -> Flags:
     return np.asarray((size <= ranks_together(problem)) | (size >= len(problem.capacity)), dtype=np.bool_)
 
 
-def _starts(problem: Problem, cuts: Cuts, may: Flags) -> list[Start]:
+def least_fill(problem: Problem, cuts: Cuts) -> float:
+    """Share of the memory that the cuts which need least of it take, were they spread evenly."""
+    room = max(float((problem.capacity - problem.base[:, -1]).mean()), 1e-30)
+    return float(_least(cuts, cuts.mean[:, -1])[problem.item_class].sum()) / room
+
+
+def _starts(problem: Problem, cuts: Cuts, may: Flags, free: float) -> list[Start]:
     """The most promising first.
 
     Args:
         may: (cuts,) those to choose from.
+        free: see `starts`.
     """
     own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
     most, spent = own.sum(1), cuts.mean[:, :-1].sum(1)
@@ -97,14 +107,16 @@ def _starts(problem: Problem, cuts: Cuts, may: Flags) -> list[Start]:
         if not np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
             continue
         begin = float(_least(cuts, np.where(is_open, most, np.inf)).max())
-        price = _price(problem, cuts, np.where(is_open, spent, np.inf), counts)
+        price = _price(cuts, np.where(is_open, spent, np.inf), counts, free * room)
         end = max(float(most[is_open].max()), begin)
         for threshold in np.unique(np.geomspace(begin, end, _THRESHOLDS) if 0 < begin < end else [begin]):
             below = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most)
             cost = np.where(is_open, below + price * cuts.mean[:, -1], np.inf)
             first = first_of(cuts, cost)
-            if float((cuts.mean[first, -1] * counts).sum()) > room:  # those below need another price
-                dearer = _price(problem, cuts, np.where(is_open, below, np.inf), counts)
+            if (
+                float((cuts.mean[first, -1] * counts).sum()) > min(1.0, free + 0.02) * room
+            ):  # those below need another price
+                dearer = _price(cuts, np.where(is_open, below, np.inf), counts, free * room)
                 cost = np.where(is_open, below + dearer * cuts.mean[:, -1], np.inf)
                 first = first_of(cuts, cost)
             if first.tobytes() in found:
@@ -176,9 +188,9 @@ def first_of(cuts: Cuts, cost: Array) -> Integers:
     return at[first]
 
 
-def _price(problem: Problem, cuts: Cuts, cost: Array, counts: Array) -> float:
-    """Seconds of a byte on every rank with which the cheapest cuts just fit together; the last one tried if none do."""
-    room = _FREE * float((problem.capacity - problem.base[:, -1]).mean())
+def _price(cuts: Cuts, cost: Array, counts: Array, room: float) -> float:
+    """Seconds of a byte on every rank with which the cheapest cuts just fit together into `room`; the last one tried if
+    none do."""
     size = cuts.mean[:, -1]
     low, high = 0.0, float(_least(cuts, cost).sum() + 1e-30) / max(room, 1.0)
     if float((size[first_of(cuts, cost)] * counts).sum()) <= room:
