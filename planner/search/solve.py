@@ -68,8 +68,7 @@ _WEIGHTS = (0.1, 1.0, 10.0)
 _SLACK = (0.25, 0.12, 0.03)
 """and share that starts may take then of what there is beyond the least that is needed: the less, the easier it is."""
 _TIGHT = 0.9
-"""Share of the memory from which on items are put down in the order of what they take of it, first or where one did not
-fit."""
+"""Share of the memory from which on items are put down in the order of what they take of it, where one did not fit."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
@@ -279,8 +278,7 @@ def _pack(
     share = cuts.mean[start.first, -1] / problem.capacity.max()
     by_bytes = np.argsort(-share[cuts.item], kind="stable").tolist()
     order = np.argsort(-(np.maximum(size, share) if memory else size)[cuts.item], kind="stable").tolist()
-    if (is_tight := start.fill > _TIGHT) and best.parts is not None:
-        order, is_tight = by_bytes, False
+    is_tight = start.fill > _TIGHT
     kept = everywhere_bytes(problem, cuts, start.first)[cuts.item]
     narrow, spent = menus(problem, cuts, start.cost, most), 0.0
     for _ in range(_AGAIN):
@@ -292,10 +290,12 @@ def _pack(
         if failed is None:
             break
         spent += potential.work
-        if spent > _BUILDING / (4 if best.parts is None else 16) or (best.parts is not None and out_of_time()):
+        if best.parts is not None and out_of_time():
             return spent
         if is_tight:  # what seconds put first has left holes
             order, is_tight = by_bytes, False
+        elif spent > _BUILDING / (4 if best.parts is None else 16):
+            return spent
         else:
             order.remove(failed)
             order.insert(0, failed)
