@@ -27,7 +27,7 @@ _CAUSES = (
     "each rank by itself, as by noise"
 )
 
-_told: set[str] = set()
+_told: set[tuple[str, str]] = set()
 
 
 def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str) -> None:
@@ -40,12 +40,12 @@ def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, 
     for axes, sums in _sums(named, env).items():
         group = env.everyone if axes == env.names else env.axis_group(*axes)
         of_ranks = compare_facts(sums, group, f"{when}: a look at copies of weights") if sums else None
-        if group is None or of_ranks is None or group.rank() != 0 or when in _told:
+        if group is None or of_ranks is None or group.rank() != 0:
             continue
         differ = {name: r for r, told in enumerate(of_ranks) for name in sums if told.get(name) != sums[name]}
-        if differ:
-            _told.add(when)
-            (name, other), more = next(iter(differ.items())), len(differ) - 1
+        (name, other), more = next(iter(differ.items()), ("", 0)), len(differ) - 1
+        if differ and (when, name) not in _told:
+            _told.add((when, name))
             one, other = (dist.get_global_rank(group, rank) for rank in (0, other))
             say_once(
                 f"{name!r}{f' (and {more} more)' if more else ''} has other values on rank {other} than on rank {one}, "

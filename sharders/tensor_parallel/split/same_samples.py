@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dmp import InputError, RandomNumbers, is_dtensor, ranks, tensors_of
+from dmp import InputError, RandomNumbers, checksum, is_dtensor, ranks, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,7 @@ def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
     outermost: nn.Module | None = None
-    before: RandomNumbers | None = None
+    before: Sequence[int] = ()
     is_trained, num_alike = False, 0
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,10 +53,10 @@ def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
         if torch.is_grad_enabled() != is_trained:  # steps that have both kinds are no change from training to another
             num_calls = 0 if num_alike > _OFTEN else num_calls
             is_trained, num_alike = torch.is_grad_enabled(), 0
-        num_calls, num_alike, before = num_calls + 1, num_alike + 1, None
+        num_calls, num_alike, before = num_calls + 1, num_alike + 1, ()
         if num_calls > _OFTEN and num_calls % _SELDOM:
             return
-        before = RandomNumbers.now()
+        before = _marks(mesh.device_type)
         mine = [_fingerprint(t) for t in _compared(args, kwargs)]
         if not mine:
             return
@@ -73,10 +73,10 @@ def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
     def compare_drawn(module: nn.Module, *_: Any) -> None:
-        if outermost is not module or before is None:
+        if outermost is not module or not before:
             return
-        drawn = [(a if a != b else 0) for a, b in zip(before.marks(), RandomNumbers.now().marks(), strict=True)]
-        words = [drawn[0], drawn[1] << 31 ^ drawn[2]]
+        drawn = [(a if a != b else 0) for a, b in zip(before, _marks(mesh.device_type), strict=True)]
+        words = [drawn[0] << 31 ^ drawn[1], drawn[2] << 31 ^ drawn[3]]
         told = ranks.gather_words("the random numbers of a split model's forward", words, group)
         if all(of_rank == told[0] for of_rank in told):
             return
@@ -101,6 +101,13 @@ def compare_calls(model: nn.Module, mesh: DeviceMesh) -> None:
             each.register_forward_pre_hook(compare, with_kwargs=True)
             each.register_forward_hook(compare_drawn)
             each.register_forward_hook(end, always_call=True)
+
+
+def _marks(device_type: str) -> tuple[int, int, int, int]:
+    """Of the generators that a forward may draw from: the device's, torch's of the CPU, Python's, NumPy's; 32 bits."""
+    cpu = device_type == "cpu"
+    device = 0 if cpu else checksum(torch.get_device_module(device_type).get_rng_state()) % (1 << 32)
+    return device, *RandomNumbers.now().marks()
 
 
 def _num_split(module: nn.Module) -> int:
