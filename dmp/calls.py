@@ -46,7 +46,8 @@ class Calls:
 
     Attributes:
         model: the same text for the same model on all ranks, and another for every other: for a copy too.
-        steps: of optimizers, see step_turns.py in wrap/.
+        steps: of optimizers, the last, see step_turns.py in wrap/.
+        num_steps: of those.
         fused: of what is updated in the backward pass, the groups of options.
         part: what a module updates so -> an optimizer of that; None outside of a model.
         num_updates: steps of optimizers, and updates in backward passes.
@@ -63,7 +64,7 @@ class Calls:
         self._names: list[str] = []
         self._forwards = 0
         self.steps: deque[str] = deque(maxlen=3)
-        self._digest = self._num_steps = self.num_updates = 0
+        self._digest = self.num_steps = self.num_updates = 0
         self.taken: dict[int, frozenset[int]] = {}
         self._updated_at = -1
         self.fused: Sequence[Mapping[str, Any]] = ()
@@ -84,26 +85,22 @@ class Calls:
         self._num_copies += 1
         return Calls(f"copy {self._num_copies} of {self.model}")
 
-    def is_time_to_look(self, *, often: bool) -> bool:
-        """Whether no optimizer has made a step yet, or, where that is often enough, 1, 2, 4, 8, ... were made."""
-        return self._num_steps == 0 or (often and self._num_steps & (self._num_steps - 1) == 0)
-
     def note_step(self, text: str) -> None:
         """An optimizer makes a step on what the model holds."""
         self.steps.append(text)
-        self._num_steps += 1
+        self.num_steps += 1
         self.num_updates += 1
         self._digest += zlib.crc32(text.encode())  # a sum, for ranks may have their optimizers in different orders
 
     def note_update(self) -> None:
         """A backward pass comes by tables, and updates those that are updated in it."""
-        self._updated_at = self._num_steps
+        self._updated_at = self.num_steps
         self.num_updates += 1
 
     @property
     def is_in_a_step(self) -> bool:
         """Whether tables were updated since the last step of an optimizer; of a program that makes none, no."""
-        return bool(self.fused) and 0 < self._num_steps == self._updated_at
+        return bool(self.fused) and 0 < self.num_steps == self._updated_at
 
     def digest(self) -> int:
         """Of the steps so far, and of the learning rates in the backward pass: the same number on all ranks."""
@@ -118,7 +115,7 @@ class Calls:
     def so_far(self) -> str:
         """Likewise, for what is compared before a save; "" where there were none."""
         last = self.steps[-1] if self.steps else ""
-        return last and f"steps of optimizers={self._num_steps} ({self._digest % (1 << 32):08x}), the last {last}"
+        return last and f"steps of optimizers={self.num_steps} ({self._digest % (1 << 32):08x}), the last {last}"
 
     def enter(self, what: str, forwards: int) -> None:
         """Begin a call.

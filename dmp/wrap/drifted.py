@@ -42,7 +42,8 @@ def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, 
         of_ranks = compare_facts(sums, group, f"{when}: a look at copies of weights") if sums else None
         if group is None or of_ranks is None or group.rank() != 0:
             continue
-        differ = {name: r for r, told in enumerate(of_ranks) for name in sums if told.get(name) != sums[name]}
+        ranked = enumerate(of_ranks)
+        differ = {name: r for r, told in ranked for name, own in sums.items() if told.get(name, own) != own}
         (name, other), more = next(iter(differ.items()), ("", 0)), len(differ) - 1
         if differ and (when, name) not in _told:
             _told.add((when, name))

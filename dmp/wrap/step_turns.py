@@ -116,9 +116,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
                 pass
         # Along a tensor axis each rank has computed the gradients of its copies, maybe to other last bits; and with
         # tables, ranks may have their optimizers in different orders.
-        if calls.is_time_to_look(often=has_turns and model.env.tensor_size == 1):
+        is_first, often = calls.num_steps == 0, has_turns and model.env.tensor_size == 1
+        if is_first or (often and calls.num_steps & (calls.num_steps - 1) == 0):
             owned = model._made.sharded_names()
-            copied = ((n, p) for n, p in model.named_parameters() if n not in owned)
+            copied = ((n, p) for n, p in model.named_parameters() if n not in owned and (is_first or p.requires_grad))
             look_for_drift(copied, model.env, f"the steps of optimizers on {calls.model}")
         calls.note_step(text)
 
