@@ -39,6 +39,7 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `notes: Iterable[str]`, of a `ModelPlacement`: what is left whole, and why, for showing.
 - `kept: Collection[int]`, of a `ModelPlacement`: set by the wrapper before `apply`: ids of weights that the model keeps
   beside their places (in a list or dict of its own) and goes on reading there: they stay the parameters that they are.
+  Of none where the mesh has no tensor axis.
 - `shards_in_place(env, has_dtensors) -> bool`, of a `DataParallelWrapper`: whether `wrap` returns the module that it
   was given, and takes parameters on meta, which are filled afterwards; `has_dtensors`: weights are tensor-parallel.
 - `check(module, env, placed, ignored)`, of a `DataParallelWrapper`: raises what `wrap` would, before anything is

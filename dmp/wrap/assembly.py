@@ -109,7 +109,7 @@ class Assembly:
     def split_dense(self) -> None:
         """Split dense weights in place, ties kept."""
         ties = tied_places(self.module)
-        kept = frozenset(kept_beside(self.module)) if self.placements else frozenset()
+        kept = frozenset(kept_beside(self.module)) if self.placements and self.env.tensor_size > 1 else frozenset()
         for placement in self.placements:
             set_hook(placement, "kept", kept)
             placement.apply(self.module)
