@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +19,7 @@ from dmp import DistributedModelParallel, Layout
 from tests.fuzz import programs
 from tests.fuzz.keyed_model import DENSE, DTYPES, LR, Batch, Model, Optimizers, Spec, drawn_batch
 from tests.fuzz.outcome import Outcome, Wrong
-from tests.fuzz.program_model import drawn_env, drawn_layout
+from tests.fuzz.program_model import Probe, drawn_env, drawn_layout, drawn_probes
 from tests.oracle import Oracle, attach
 from tests.row_oracles import CASES
 
@@ -30,18 +30,8 @@ _IN_BACKWARD = ("sgd", "adagrad", "rowwise_adagrad", "adam", *(name for name in 
 _OF_16_BITS = (None, "sgd", "rowwise_adagrad")
 
 
-class Probe(NamedTuple):
-    """One program."""
-
-    seed: int
-
-    def __str__(self) -> str:
-        return f"keyed programs: seed {self.seed}"
-
-
 def probes(seed: int, count: int) -> list[Probe]:
-    rng = random.Random(seed)
-    return [Probe(rng.randrange(10**9)) for _ in range(count)]
+    return drawn_probes("keyed programs", seed, count)
 
 
 def run(case: Probe) -> Outcome:

@@ -55,6 +55,21 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
+class Probe(NamedTuple):
+    """One program."""
+
+    kind: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}: seed {self.seed}"
+
+
+def drawn_probes(kind: str, seed: int, count: int) -> list[Probe]:
+    rng = random.Random(seed)
+    return [Probe(kind, rng.randrange(10**9)) for _ in range(count)]
+
+
 class Spec(NamedTuple):
     """A model.
 

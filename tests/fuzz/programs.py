@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import dmp
 from dmp import DistributedModelParallel, PlanError
 from tests.fuzz.more_habits import BY_OPTIMIZER, OF_GRADIENTS
 from tests.fuzz.outcome import RIGHT, Outcome, Wrong, outcome_of
-from tests.fuzz.program_model import OPTIMIZERS, SHAPES, Model, Spec, drawn_env, drawn_layout
+from tests.fuzz.program_model import OPTIMIZERS, SHAPES, Model, Probe, Spec, drawn_env, drawn_layout, drawn_probes
 from tests.oracle import in_backward
 
 STEPS = 10
@@ -32,18 +32,8 @@ _NEAR = 1e-8
 _IN_BACKWARD = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
-class Probe(NamedTuple):
-    """One program."""
-
-    seed: int
-
-    def __str__(self) -> str:
-        return f"programs: seed {self.seed}"
-
-
 def probes(seed: int, count: int) -> list[Probe]:
-    rng = random.Random(seed)
-    return [Probe(rng.randrange(10**9)) for _ in range(count)]
+    return drawn_probes("programs", seed, count)
 
 
 def run(case: Probe) -> Outcome:
