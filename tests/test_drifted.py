@@ -130,3 +130,19 @@ def by_noisy_gradients() -> list[str]:
 def test_noise_of_each_rank_in_gradients() -> None:
     here, other = run_ranks(2, by_noisy_gradients)
     assert len(here) == 1 and here[0].startswith("'weight' (and 1 more) has other values on rank 1") and not other
+
+
+def of_what_has_no_values() -> None:
+    """A lazy layer that no forward has reached, before `init_data_parallel`."""
+    module = nn.ModuleDict({"top": nn.Linear(WIDTH, 2), "later": nn.LazyLinear(2)})
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))), init_data_parallel=False)
+    optimizer = torch.optim.SGD(module["top"].parameters(), lr=0.1)
+    with heard() as said:
+        module["top"](torch.ones(3, WIDTH)).sum().backward()
+        optimizer.step()
+    assert not [text for text in said if "trained apart" in text] and model.env.size == 2
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_weights_are_passed_over() -> None:
+    run_ranks(2, of_what_has_no_values)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from dmp.bits import checksum
 from dmp.env import ShardingEnv
@@ -58,6 +59,8 @@ def _sums(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv) -> Mappin
     """Checksums by the axes along which ranks should have the same: all, or the one along which parts are copied."""
     found: dict[tuple[str, ...], dict[str, str]] = {env.names: {}}
     for name, value in named:
+        if is_lazy(value) or value.is_meta:  # which has no values yet
+            continue
         axes = [env.names]
         if is_dtensor(value) and not all(each.is_replicate() for each in value.placements):
             names = zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=False)
