@@ -61,8 +61,8 @@ def _held_by(value: Any, as_held: bool) -> Iterator[tuple[str, Any]]:
 
 def _of_keys(value: Any) -> Any:
     """What a keyed one has of each key; TorchRec's own way fails where a batch has no samples."""
-    lengths = getattr(value, "lengths", None)
-    is_empty = callable(lengths) and not lengths().numel()
+    is_jagged = all(callable(getattr(value, name, None)) for name in ("keys", "values", "lengths"))
+    is_empty = is_jagged and not value.lengths().numel()
     return dict.fromkeys(value.keys(), value.values()) if is_empty else value.to_dict()
 
 
