@@ -95,9 +95,11 @@ def _whole(wrap: bool) -> tuple[int, int, int]:
     model = dmp.DistributedModelParallel(module, env=env, plan=plan, init_data_parallel=wrap)
     batch = make_batch("ebc", 0, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):  # DDP sets up its buckets in the first steps, and before the first ranks look at their copies
+    for number in range(3):  # DDP sets up its buckets in the first steps
         forward, backward = counts(model, batch)
-        optimizer.step()
+        with Exchanges() as look:
+            optimizer.step()
+        assert look.get_total_counts() == (number == 0)  # at the copies, before the first
     with Exchanges() as rest:
         optimizer.step()
         optimizer.zero_grad()
