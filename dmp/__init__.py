@@ -8,6 +8,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `dtensor_pieces`: which rectangles of a DTensor a rank holds
 - `chunked`: `ChunkedTensor`, a tensor of which a rank holds rectangles
 - `sharded_form`: the same read as torch's `ShardedTensor`
+- `live_models`: the wrapped models of this process
 - `contracts`: protocols between wrapper, sharders and planner
 - `registry`: sharders and planners by name and entry point
 - `collection`: work without looking for garbage meanwhile

@@ -20,11 +20,11 @@ For the whole process, once
   different tables; nothing but its construction tells
 - `dmp/state/scaler.py: torch.amp.GradScaler._unscale_grads_ =`, `dmp/state/scaler.py: torch.amp.GradScaler.scale =`:
   one decision on all ranks where torch's scaler scales a wrapped model's gradients; other models' are left alone
-- `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`,
-  `dmp/wrap/step_turns.py: register_optimizer_step_pre_hook`,
+- `dmp/wrap/optimizers/optimizer_guard.py: register_optimizer_step_pre_hook`,
+  `dmp/wrap/optimizers/step_turns.py: register_optimizer_step_pre_hook`,
   `sharders/before_steps.py: register_optimizer_step_pre_hook`,
-  `sharders/embedding/seen_part.py: register_optimizer_step_post_hook`: an optimizer may be made before the model is
-  wrapped
+  `sharders/embedding/weights/seen_part.py: register_optimizer_step_post_hook`: an optimizer may be made before the
+  model is wrapped
 - `sharders/data_parallel/blocks.py: checkpoint_activation._no_hook =`: a block that torch's composable checkpoint
   computes again is computed so by more than one backward pass
 - `dmp/ranks/backward.py: torch.autograd._engine_run_backward =`: every backward pass goes by it. What torch says of
@@ -43,11 +43,12 @@ For the whole process, once
   list of what is split, the error says what gives the whole
 - `sharders/data_parallel/whole_read.py: DTensor.full_tensor =`: gradients of what it gives of weights that FSDP2 has
   split are averaged over the ranks with other samples, as FSDP2 does what it gathers itself
-- `sharders/embedding/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a part of a
-  table is of the whole's fans, and takes one number of the program's generator on every rank
+- `sharders/embedding/weights/drawn_later.py: function.__code__ =`: of torch.nn.init's, so that what they draw in a
+  part of a table is of the whole's fans, and takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for
-- `dmp/wrap/optimizer_guard.py: Optimizer.zero_grad =`: an optimizer around another may make no step of torch's itself
+- `dmp/wrap/optimizers/optimizer_guard.py: Optimizer.zero_grad =`: an optimizer around another may make no step of
+  torch's itself
 - `sharders/data_parallel/unfinished.py: Optimizer.zero_grad =`: it clears what waits for its average, too
 - `dmp/state/kinds.py: Optimizer.zero_grad =`: with `set_to_none=False` it takes no plain tensors beside DTensors
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
@@ -59,7 +60,7 @@ For the whole process, once
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - `dmp/chunked.py: torch.serialization.add_safe_globals`: `torch.load` knows what a rank has written of its chunks
-- torch.compile is told of classes of tensors that it does not take (sharders/embedding/seen_part.py,
+- torch.compile is told of classes of tensors that it does not take (sharders/embedding/weights/seen_part.py,
   sharders/tensor_parallel/split/followed.py)
 - `all_reduce`, `broadcast`, `reduce` and `scatter` of torch.distributed refuse parts of a wrapped model's tensors,
   which they would mix with other parts (dmp/state/by_hand.py)
@@ -95,12 +96,14 @@ The generators of random numbers
   `sharders/tensor_parallel/split/own_parts.py: torch.set_rng_state`,
   `sharders/tensor_parallel/split/own_parts.py: of_device.set_rng_state`: ranks draw apart what is a rank's part, by one
   number of the program's; a device's generator goes on as it would have
-- `dmp/wrap/initial_rules.py: torch.random.fork_rng`, `dmp/wrap/initial_rules.py: torch.default_generator.manual_seed`,
-  `dmp/wrap/initial_values.py: torch.random.fork_rng`: a module's own rules draw its first values from torch's generator
+- `dmp/wrap/values/initial_rules.py: torch.random.fork_rng`,
+  `dmp/wrap/values/initial_rules.py: torch.default_generator.manual_seed`,
+  `dmp/wrap/values/initial_values.py: torch.random.fork_rng`: a module's own rules draw its first values from torch's
+  generator
 - `sharders/torchrec/making.py: torch.random.fork_rng`: TorchRec's modules draw values that are overwritten
-- `dmp/wrap/optimizer_trial.py: torch.random.fork_rng`,
-  `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
-  no program's
+- `dmp/wrap/optimizers/optimizer_trial.py: torch.random.fork_rng`,
+  `dmp/wrap/optimizers/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with
+  random numbers of no program's
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
 - `dmp/state/drawn.py: torch.default_generator.manual_seed`, `dmp/state/drawn.py: torch.set_rng_state`: what is drawn in
   a part of a DTensor is drawn by its place, and takes one number of the program's
@@ -119,8 +122,8 @@ The generators of random numbers
 Others' objects
 - `dmp/wrap/outer_wrappers.py: outer.__class__ =`: of one DDP around nothing but wrapped models, so that it passes calls
   on
-- a module holds the wrapped model in its vars, as held_until_called, until that is called (dmp/wrap/live_models.py)
-- `dmp/wrap/keyed.py: optimizer.__class__ =`: of one optimizer of ours, so that it is one of TorchRec's too
+- a module holds the wrapped model in its vars, as held_until_called, until that is called (dmp/live_models.py)
+- `dmp/wrap/optimizers/keyed.py: optimizer.__class__ =`: of one optimizer of ours, so that it is one of TorchRec's too
 - `dmp/ranks/groups.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
 - `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are
   threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back

@@ -37,7 +37,7 @@ Optimizers, gradients and scaling
 - `_in_backward_optimizers`, `_optimizer_classes`, `_optimizer_kwargs`,
   `torch.distributed.optim._apply_optimizer_in_backward`: optimizers that the user had applied in the backward pass
 - `torch.distributed.optim.apply_optimizer_in_backward.param_to_acc_grad_map`, its `param_to_optim_hook_handle_map`:
-  where torch keeps the parameters of these, see `dmp/wrap/let_go.py`
+  where torch keeps the parameters of these, see `dmp/wrap/earlier/let_go.py`
 - `_setup_in_backward_optimizers`: how DDP updates parameters that have these, which is done another way
 - `_optimizer_state_dict_post_hooks`: whether an optimizer has been through its base's `__init__`
 - `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients

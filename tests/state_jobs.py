@@ -31,7 +31,7 @@ from dmp.checkpoint.api import load_checkpoint, save_checkpoint
 from dmp.state.find_wrapped import env_of
 from dmp.state.gather import full_state_dict
 from dmp.state.optimizer_state import full_optimizer_state_dict
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 from tests.ranks import mesh, run_ranks
 
 with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, data_parallel, row_wise
-from sharders.embedding.call import Call
+from sharders.embedding.ids.call import Call
 from tests.ranks import run_ranks
 
 IDS, OFFSETS = torch.tensor([1, 5, 2, 2, 0]), torch.tensor([0, 2, 3])

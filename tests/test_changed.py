@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv, full_state_dict
-from dmp.wrap import ddp_watch
+from dmp.wrap.making import ddp_watch
 from tests.equality import attach
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import Net, batch, loss_of, mixed, wrap

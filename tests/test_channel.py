@@ -13,7 +13,7 @@ import torch.distributed as dist
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import Channel, GroupChannel, InFlight, Landing, Purpose, Transfer, over_connections, over_group
-from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
+from sharders.embedding.exchange.codec import AS_COMPUTED, Cast, Codecs
 from tests.equality import attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
 

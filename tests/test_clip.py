@@ -13,7 +13,7 @@ from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
 from dmp.chunked import as_chunks, chunk_views
 from dmp.state.clip import clip_grad_norm_
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 from tests.ranks import mesh, run_ranks
 from tests.test_state import GLOBAL_BATCH, TABLES, WORLDS, batch, build, make, my_batch, prod
 

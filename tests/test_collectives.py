@@ -12,7 +12,7 @@ from torch import nn
 import dmp
 from dmp import ShardingEnv
 from sharders.channel import Purpose
-from sharders.embedding import input_dist
+from sharders.embedding.ids import input_dist
 from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.exchanges import Exchanges
 from tests.ranks import run_ranks

@@ -27,8 +27,8 @@ from dmp import (
     table_wise,
 )
 from dmp.state.find_wrapped import env_of
-from dmp.wrap.column_blocks import between_blocks, merge_blocks
-from dmp.wrap.whole import gather
+from dmp.wrap.optimizers.column_blocks import between_blocks, merge_blocks
+from dmp.wrap.values.whole import gather
 from tests import state_jobs
 from tests.equality import attach
 from tests.ranks import run_ranks

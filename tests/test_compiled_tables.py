@@ -12,7 +12,7 @@ from torch._dynamo import compiled_autograd
 
 import dmp
 from dmp.ranks import around_backward
-from sharders.embedding.loss_terms import _look_at_terms
+from sharders.embedding.weights.loss_terms import _look_at_terms
 from tests.oracle import LR, attach
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

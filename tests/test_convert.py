@@ -31,7 +31,7 @@ from dmp import (
 )
 from dmp import __main__ as command_line
 from dmp.checkpoint.convert import convert
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 from tests import equality, formats_jobs, test_torchrec_opinion
 from tests.bench.state_peak import peak_above
 from tests.formats_jobs import LAYOUTS, ROOT, Model, assert_equal, once, save_hugging_face, sharded

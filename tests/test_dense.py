@@ -32,7 +32,7 @@ from dmp import (
     sequence,
     to_unsharded,
 )
-from dmp.wrap.skeleton import skeleton_of
+from dmp.wrap.values.skeleton import skeleton_of
 from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh as mesh_of

@@ -14,8 +14,8 @@ from torch import nn
 import dmp
 from dmp import ShardError, row_wise, table_wise
 from sharders import EmbeddingCollectionSharder, EmbeddingSharder
-from sharders.embedding import row_places
 from sharders.embedding.lookup import distinct, numba_kernel
+from sharders.embedding.results import row_places
 from tests.equality import MESHES, attach, env_of, run_matrix, run_random
 from tests.ranks import run_ranks
 

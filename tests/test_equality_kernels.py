@@ -15,7 +15,7 @@ import dmp
 from dmp import ShardError, ShardingEnv
 from sharders import EmbeddingBagCollectionSharder, EmbeddingBagSharder, EmbeddingCollectionSharder
 from sharders.channel import Transport, over_connections, over_group
-from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
+from sharders.embedding.exchange.codec import AS_COMPUTED, Cast, Codecs
 from sharders.embedding.lookup.kernels import KERNELS
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks

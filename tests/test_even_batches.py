@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dmp import DistributedModelParallel, ShardingEnv, column_wise, table_wise
-from sharders.embedding import input_dist
+from sharders.embedding.ids import input_dist
 from tests.ranks import mesh, run_ranks
 
 KEYS, ROWS, DIM, SAMPLES = ("c", "unread", "a", "b"), (7, 5, 3), 8, 4

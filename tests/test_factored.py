@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from dmp.wrap.optimizer_trial import wrong_cut
+from dmp.wrap.optimizers.optimizer_trial import wrong_cut
 
 
 class Factored(Optimizer):

@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharders.embedding import columns
-from sharders.embedding.batch import Batch, Ids
-from sharders.embedding.columns import Placing, runs_of
-from sharders.embedding.input_checks import check_batch
+from sharders.embedding.batches.batch import Batch, Ids
+from sharders.embedding.batches.input_checks import check_batch
+from sharders.embedding.data_path.whole import offsets
+from sharders.embedding.exchange.placement import neighbours
+from sharders.embedding.ids.packing import Packable, Packing
+from sharders.embedding.ids.received import Received
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bank import Bank, RowRange
@@ -32,12 +34,10 @@ from sharders.embedding.lookup.distinct import Numbered, distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
-from sharders.embedding.packing import Packable, Packing
-from sharders.embedding.partial_columns import PartialColumns
-from sharders.embedding.placement import neighbours
-from sharders.embedding.ragged import Columns
-from sharders.embedding.received import Received
-from sharders.embedding.whole import offsets
+from sharders.embedding.results import columns
+from sharders.embedding.results.columns import Placing, runs_of
+from sharders.embedding.results.partial_columns import PartialColumns
+from sharders.embedding.results.ragged import Columns
 from tests.guard_pages import GuardedMemory
 from tests.programs import run_program
 from tests.test_partial_columns import draw as draw_partials

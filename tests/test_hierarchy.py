@@ -14,9 +14,9 @@ from torch import nn
 import dmp
 from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer, over_connections
-from sharders.embedding import stages
-from sharders.embedding.engine import Engine
-from sharders.embedding.placement import Placement, Table
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange import stages
+from sharders.embedding.exchange.placement import Placement, Table
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 

@@ -11,10 +11,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 import dmp
 from dmp import column_wise, row_wise, table_wise
-from sharders.embedding import partials, way
+from sharders.embedding.data_path import way
 from sharders.embedding.lookup.kernels import MOST_APART
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
-from sharders.embedding.pooled_output import PooledOutputDist
+from sharders.embedding.results import partials
+from sharders.embedding.results.pooled_output import PooledOutputDist
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 

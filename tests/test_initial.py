@@ -29,8 +29,8 @@ from dmp import (
 )
 from dmp.bits import checksum
 from dmp.chunked import ChunkedTensor, as_chunks
-from dmp.wrap.agreement import sync_from_first_rank
-from dmp.wrap.initial_values import BLOCK_COLUMNS, BLOCK_ELEMENTS, fill_chunks
+from dmp.wrap.making.agreement import sync_from_first_rank
+from dmp.wrap.values.initial_values import BLOCK_COLUMNS, BLOCK_ELEMENTS, fill_chunks
 from tests.equality import env_of, make_module, random_rectangles
 from tests.ranks import run_ranks
 

@@ -151,8 +151,8 @@ def test_the_same_on_every_mesh(kind: str, axes: tuple[str, ...]) -> None:
 
 
 def test_a_large_table_is_filled_by_its_parents_rule_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmp.wrap.initial_values.TOGETHER_ELEMENTS", 100)
-    monkeypatch.setattr("dmp.wrap.initial_rules.TOGETHER_ELEMENTS", 100)
+    monkeypatch.setattr("dmp.wrap.values.initial_values.TOGETHER_ELEMENTS", 100)
+    monkeypatch.setattr("dmp.wrap.values.initial_rules.TOGETHER_ELEMENTS", 100)
     model = DistributedModelParallel(Inside("meta"), ShardingEnv.single())
     assert misfits(tensors(model.module), tensors(Inside("cpu"))) == []
 

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from sharders.embedding import input_checks
-from sharders.embedding.batch import Ids
-from sharders.embedding.input_faults import Fault
+from sharders.embedding.batches import input_checks
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.batches.input_faults import Fault
 
 ROWS = (7, 5, 9, 3)
 FORMS = {  # ids of each of three keys

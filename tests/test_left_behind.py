@@ -14,9 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dmp import DistributedModelParallel, ShardingEnv, column_wise, data_parallel, ranks, row_wise, table_wise
+from dmp import (
+    DistributedModelParallel,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    live_models,
+    ranks,
+    row_wise,
+    table_wise,
+)
 from dmp.ranks import call_log, turns
-from dmp.wrap import arguments, live_models, step_turns, written_earlier
+from dmp.wrap.earlier import written_earlier
+from dmp.wrap.making import arguments
+from dmp.wrap.optimizers import step_turns
 from tests.ranks import mesh, run_ranks
 from tests.state_jobs import TABLES, build, dense_optimizer, my_batch
 

@@ -25,7 +25,7 @@ from dmp import (
 from dmp.chunked import as_chunks, chunk_views
 from dmp.ranks import say_once
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 from tests.ranks import mesh, run_apart, run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import Net, batch, loss_of

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from sharders.embedding.columns import Placing, runs_of
-from sharders.embedding.ragged import Columns
+from sharders.embedding.results.columns import Placing, runs_of
+from sharders.embedding.results.ragged import Columns
 
 DIM = 4
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
-from dmp.wrap.keyed import parts
-from dmp.wrap.optimizer_guard import NEEDS_WHOLE, guard_optimizers
+from dmp.wrap.optimizers.keyed import parts
+from dmp.wrap.optimizers.optimizer_guard import NEEDS_WHOLE, guard_optimizers
 from tests.ranks import mesh, run_ranks
 from tests.test_asked import Said
 

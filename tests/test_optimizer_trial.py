@@ -25,7 +25,7 @@ from dmp import (
     table_wise,
 )
 from dmp.ranks import say_once
-from dmp.wrap.optimizer_trial import Untried, cut_of, wrong_cut
+from dmp.wrap.optimizers.optimizer_trial import Untried, cut_of, wrong_cut
 from tests.equality import attach
 from tests.ranks import mesh, run_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, row_wise
 from sharders import DDPWrapper
-from sharders.embedding.path import Path
+from sharders.embedding.data_path.path import Path
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 

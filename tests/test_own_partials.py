@@ -10,10 +10,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 import dmp
 from dmp import row_wise
-from sharders.embedding import partial_columns
-from sharders.embedding.partial_columns import PartialColumns
-from sharders.embedding.partials import Partials
-from sharders.embedding.way import Way
+from sharders.embedding.data_path.way import Way
+from sharders.embedding.results import partial_columns
+from sharders.embedding.results.partial_columns import PartialColumns
+from sharders.embedding.results.partials import Partials
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from sharders.embedding import packing
-from sharders.embedding.batch import Batch
+from sharders.embedding.batches.batch import Batch
+from sharders.embedding.ids import packing
+from sharders.embedding.ids.packing import Packable, Packing
 from sharders.embedding.lookup import numba_functions
-from sharders.embedding.packing import Packable, Packing
 
 
 def _expected(batch: Batch, slots: Sequence[Packable], bits: torch.Tensor | None) -> list[torch.Tensor]:

@@ -11,11 +11,11 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import dmp
-from sharders.embedding import columns, partial_columns
 from sharders.embedding.lookup import numba_kernel
-from sharders.embedding.partial_columns import PartialColumns
-from sharders.embedding.partials import Piece
-from sharders.embedding.ragged import Columns
+from sharders.embedding.results import columns, partial_columns
+from sharders.embedding.results.partial_columns import PartialColumns
+from sharders.embedding.results.partials import Piece
+from sharders.embedding.results.ragged import Columns
 
 SENDERS, OTHERS = 3, 5  # ranks that send; columns of other tables on each side
 needs_numba = pytest.mark.skipif(bool(numba_kernel.problem()), reason="it is numba's code that is looked at")

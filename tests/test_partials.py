@@ -14,7 +14,7 @@ import torchrec
 
 import dmp
 from sharders.channel import Purpose
-from sharders.embedding import way
+from sharders.embedding.data_path import way
 from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Segmented

@@ -25,7 +25,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
-from sharders.embedding import asked_of
+from sharders.embedding.weights import asked_of
 from tests.ranks import mesh, run_ranks
 
 

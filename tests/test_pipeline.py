@@ -20,7 +20,7 @@ import dmp
 from dmp import DistributedModelParallel, TrainPipeline
 from dmp.pipeline.in_flight import to_device
 from sharders.channel import Transport, over_connections, over_group
-from sharders.embedding.engine import Engine
+from sharders.embedding.data_path.engine import Engine
 from tests.equality import attach, env_of, layouts_for
 from tests.ranks import run_ranks
 

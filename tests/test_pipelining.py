@@ -125,7 +125,7 @@ def test_a_stage_that_torch_has_traced_is_copied() -> None:
     """It holds graphs that look for weights in each other."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    from dmp.wrap.skeleton import skeleton_of
+    from dmp.wrap.values.skeleton import skeleton_of
 
     first, second = parts()
     whole = nn.Sequential(nn.Sequential(first, nn.Sequential(nn.Linear(8, 8), nn.Tanh())), second)

@@ -12,9 +12,11 @@ import torch
 
 import sharders
 from dmp import Layout, ShardingEnv, rectangles
-from sharders.embedding import engine, input_dist, row_places
+from sharders.embedding.data_path import engine
+from sharders.embedding.exchange.stages import TwoStages
+from sharders.embedding.ids import input_dist
 from sharders.embedding.lookup import distinct
-from sharders.embedding.stages import TwoStages
+from sharders.embedding.results import row_places
 from tests.equality import MESHES, OPTIMIZERS, check_case, env_of, layouts_for, random_rectangles
 from tests.ranks import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sharders.embedding import row_moves
 from sharders.embedding.lookup import numba_kernel
+from sharders.embedding.results import row_moves
 
 pytestmark = pytest.mark.skipif(bool(numba_kernel.problem()), reason="numba compiles what is shown here")
 

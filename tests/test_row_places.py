@@ -11,8 +11,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 import dmp
 from dmp import Layout, column_wise, data_parallel, table_wise
-from sharders.embedding import unpooled_output
 from sharders.embedding.lookup import numba_kernel
+from sharders.embedding.results import unpooled_output
 from tests.equality import env_of
 from tests.ranks import run_ranks
 

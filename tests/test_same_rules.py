@@ -18,11 +18,11 @@ from planner.costs import cost_model as model
 from planner.costs.copies import Travel, each_by_rows, travel
 from planner.costs.protocol import ShardInfo, ShardTable
 from planner.costs.step import whole
-from sharders.embedding.input_dist import InputDist
-from sharders.embedding.placement import Placement, Table
-from sharders.embedding.pooled import PooledPath
-from sharders.embedding.stages import TwoStages
-from sharders.embedding.touched_rows import Touched, are_fewer, go_beside
+from sharders.embedding.data_path.pooled import PooledPath
+from sharders.embedding.exchange.placement import Placement, Table
+from sharders.embedding.exchange.stages import TwoStages
+from sharders.embedding.exchange.touched_rows import Touched, are_fewer, go_beside
+from sharders.embedding.ids.input_dist import InputDist
 from tests.planner_bags import hosts, one_axis
 
 _SAMPLES = 1 << 22

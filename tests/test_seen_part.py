@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmp
 from dmp import DistributedModelParallel, column_wise, data_parallel, full_state_dict, row_wise, table_wise
-from sharders.embedding import seen_part
+from sharders.embedding.weights import seen_part
 from tests.ranks import run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import Net, batch, loss_of

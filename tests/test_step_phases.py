@@ -19,8 +19,10 @@ from planner.costs.copies import APART_BYTES, BESIDE_BYTES
 from planner.costs.cost_model import EVEN, MOST_FILLED, PHASES
 from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer
-from sharders.embedding import input_dist, pooled, stages, touched_rows
-from sharders.embedding.engine import Engine
+from sharders.embedding.data_path import pooled
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange import stages, touched_rows
+from sharders.embedding.ids import input_dist
 from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
 

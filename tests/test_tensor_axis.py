@@ -17,7 +17,7 @@ from torch import nn
 import dmp
 from dmp import InputError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
 from sharders import EmbeddingBagCollectionSharder
-from sharders.embedding.replicas import Replicas
+from sharders.embedding.exchange.replicas import Replicas
 from tests.equality import (
     KINDS,
     LR,

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
 from dmp.chunked import as_chunks, chunk_views
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed
 

@@ -16,8 +16,15 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 import dmp
 from dmp import data_parallel, rectangles, row_wise
-from sharders.embedding import engine, pooled
-from sharders.embedding.touched_rows import BESIDE_BYTES, NOTHING, Touched, are_fewer, go_beside, touched_at_most
+from sharders.embedding.data_path import engine, pooled
+from sharders.embedding.exchange.touched_rows import (
+    BESIDE_BYTES,
+    NOTHING,
+    Touched,
+    are_fewer,
+    go_beside,
+    touched_at_most,
+)
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, random_rectangles
 from tests.ranks import run_ranks
 

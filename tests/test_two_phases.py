@@ -16,11 +16,12 @@ import dmp
 from dmp import InputError, ShardError
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import GroupChannel, over_group
-from sharders.embedding import engine, header, input_dist, path, pooled
-from sharders.embedding.engine import Engine
-from sharders.embedding.header import Handshake, Header
+from sharders.embedding.data_path import engine, path, pooled
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.data_path.way import Way
+from sharders.embedding.ids import header, input_dist
+from sharders.embedding.ids.header import Handshake, Header
 from sharders.embedding.lookup.torch_kernel import TorchLookup
-from sharders.embedding.way import Way
 from tests.equality import (
     attach,
     compare_state,

@@ -11,7 +11,7 @@ from torch import nn
 import dmp
 from dmp import ShardError
 from sharders import EmbeddingBagCollectionSharder, EmbeddingBagSharder, EmbeddingSharder
-from sharders.embedding.codec import Cast, Codecs, Wire
+from sharders.embedding.exchange.codec import Cast, Codecs, Wire
 from tests.equality import env_of
 from tests.ranks import run_ranks
 

@@ -43,8 +43,8 @@ from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import env_of, known_env, unsharded_parameters
 from dmp.state.optimizer_state import told_of
-from dmp.wrap.drifted import look_for_drift
-from dmp.wrap.half_steps import say_of_half_a_step
+from dmp.wrap.optimizers.drifted import look_for_drift
+from dmp.wrap.values.half_steps import say_of_half_a_step
 
 
 @alone("save_checkpoint", at_rest=True)

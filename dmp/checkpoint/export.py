@@ -20,8 +20,8 @@ from dmp.env import ShardingEnv
 from dmp.inference_mode import outside_inference_mode
 from dmp.ranks import results_of_all
 from dmp.state.find_wrapped import env_of
-from dmp.wrap.half_steps import say_of_half_a_step
-from dmp.wrap.whole import gather
+from dmp.wrap.values.half_steps import say_of_half_a_step
+from dmp.wrap.values.whole import gather
 
 
 @outside_inference_mode()

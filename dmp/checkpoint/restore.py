@@ -20,7 +20,7 @@ from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.errors import CheckpointError
 from dmp.read_values import shown
 from dmp.state.optimizer_state import OwnedState, column_widths, owned_states
-from dmp.wrap.column_blocks import is_blocked, is_per_block, merge_blocks
+from dmp.wrap.optimizers.column_blocks import is_blocked, is_per_block, merge_blocks
 from dmp.wrap.wrapper import DistributedModelParallel
 
 _log = logging.getLogger("dmp")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dmp import live_models as live
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
@@ -27,7 +28,6 @@ from dmp.places import is_dtensor, local_of
 from dmp.put_around import put_inside
 from dmp.ranks import say_once
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap import live_models as live
 
 _SHORTEST = 256
 """Numbers in a flat vector of all weights of a model."""

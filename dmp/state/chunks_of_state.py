@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dmp import live_models as live
 from dmp.chunked import ChunkedTensor, ChunkState, as_chunks, chunk_views
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.put_around import put_around
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap import live_models as live
 
 
 def _chunks_of(params: Mapping[Any, Any]) -> dict[Any, tuple[torch.Tensor, ChunkedTensor]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dmp import live_models as live
 from dmp.calls import alone
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
@@ -34,8 +35,7 @@ from dmp.state.keyed_clipping import check_clipping
 from dmp.state.kinds import tell_kinds_apart
 from dmp.state.local_chunks import sharded_parameters
 from dmp.state.numbers import say_of_shares
-from dmp.wrap import live_models as live
-from dmp.wrap.earlier_optimizers import successors
+from dmp.wrap.earlier.earlier_optimizers import successors
 
 torch_clip: Any = importlib.import_module("torch.nn.utils.clip_grad")  # whose private names it does not export
 _EPS = 1e-6  # as torch's

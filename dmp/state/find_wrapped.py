@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from dmp import live_models as live
 from dmp.contracts import FusedParameter
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
@@ -13,7 +14,6 @@ from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.plans.plan import ShardingPlan
 from dmp.state.dtensor_ranks import env_of_dtensors
-from dmp.wrap import live_models as live
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from dmp.calls import alone
 from dmp.state.find_wrapped import env_of
-from dmp.wrap.half_steps import say_of_half_a_step
-from dmp.wrap.whole import gather
+from dmp.wrap.values.half_steps import say_of_half_a_step
+from dmp.wrap.values.whole import gather
 
 
 @alone("full_state_dict")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from dmp import live_models as live
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
-from dmp.wrap import live_models as live
 
 
 def check_clipping(own: Any, *args: Any, **options: Any) -> None:

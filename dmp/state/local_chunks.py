@@ -7,7 +7,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import ShardedModule
 from dmp.names import join_name
-from dmp.wrap.state_hooks import held_state
+from dmp.wrap.values.state_hooks import held_state
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

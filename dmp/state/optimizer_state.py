@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp import live_models as live
 from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.errors import CheckpointError
@@ -36,13 +37,12 @@ from dmp.state.torch_state_dict import (
     save_beside_steps,
 )
 from dmp.state.trainer_saves import save_model, save_state
-from dmp.wrap import live_models as live
-from dmp.wrap.column_blocks import is_blocked, merge_blocks
-from dmp.wrap.earlier_optimizers import follow
-from dmp.wrap.given_optimizers import layers_of
-from dmp.wrap.keyed import parts
-from dmp.wrap.optimizer_trial import BY_BLOCK
-from dmp.wrap.whole import gather
+from dmp.wrap.earlier.earlier_optimizers import follow
+from dmp.wrap.optimizers.column_blocks import is_blocked, merge_blocks
+from dmp.wrap.optimizers.given_optimizers import layers_of
+from dmp.wrap.optimizers.keyed import parts
+from dmp.wrap.optimizers.optimizer_trial import BY_BLOCK
+from dmp.wrap.values.whole import gather
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dmp import live_models as live
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.nested import tensors_of
@@ -24,8 +25,7 @@ from dmp.places import local_of
 from dmp.put_around import put_around
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, fused_parameters
-from dmp.wrap import live_models as live
-from dmp.wrap.earlier_optimizers import follow
+from dmp.wrap.earlier.earlier_optimizers import follow
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

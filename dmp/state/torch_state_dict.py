@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dmp import live_models as live
 from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
 from dmp.nested import tensors_of
 from dmp.ranks import gather_words, own_group, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap import live_models as live
-from dmp.wrap.fused import FusedOptimizer
-from dmp.wrap.half_steps import say_of_half_a_step
-from dmp.wrap.whole import gather
+from dmp.wrap.optimizers.fused import FusedOptimizer
+from dmp.wrap.values.half_steps import say_of_half_a_step
+from dmp.wrap.values.whole import gather
 
 
 def give_whole(own: Callable[..., Any], state_dict: dict[str, Any], info: Any) -> Any:

@@ -17,7 +17,7 @@ from dmp.places import is_dtensor
 from dmp.ranks import say_once
 from dmp.state.find_wrapped import env_of, in_force
 from dmp.state.gather import full_state_dict
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 
 
 def _has_parts(model: Any) -> bool:

@@ -14,9 +14,9 @@ from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
 from dmp.state.find_wrapped import env_of, in_force, wrapped_in
-from dmp.wrap.half_steps import say_of_half_a_step
-from dmp.wrap.skeleton import computed, copy_scripted
-from dmp.wrap.whole import gather
+from dmp.wrap.values.half_steps import say_of_half_a_step
+from dmp.wrap.values.skeleton import computed, copy_scripted
+from dmp.wrap.values.whole import gather
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

@@ -22,7 +22,7 @@ from dmp.ranks import entry, fail_together
 from dmp.state.find_wrapped import env_of, fused_parameters, in_force, wrapped_in
 from dmp.state.gather import full_state_dict
 from dmp.state.local_chunks import sharded_parameters
-from dmp.wrap.whole import gather
+from dmp.wrap.values.whole import gather
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5

@@ -21,8 +21,8 @@ from dmp.errors import ShardError
 from dmp.foreign import is_torchrecs, type_name
 from dmp.names import join_name
 from dmp.ranks import entry, fail_together
-from dmp.wrap.agreement import check_agreement
-from dmp.wrap.assembly import Assembly
+from dmp.wrap.making.agreement import check_agreement
+from dmp.wrap.making.assembly import Assembly
 
 _log = logging.getLogger("dmp")
 _WHAT = "model.init_torchrec_delta_tracker"

@@ -12,14 +12,14 @@ import torch
 from torch.fx import Proxy
 from torch.utils.checkpoint import _StopRecomputationError
 
+from dmp import live_models as live
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import begin_pass, note_left, raise_cause
-from dmp.wrap import live_models as live
-from dmp.wrap.data_parallel import check_cast
-from dmp.wrap.skeleton import put_back
-from dmp.wrap.step_turns import agree_on_forward
-from dmp.wrap.written_earlier import check_earlier
+from dmp.wrap.earlier.written_earlier import check_earlier
+from dmp.wrap.making.data_parallel import check_cast
+from dmp.wrap.optimizers.step_turns import agree_on_forward
+from dmp.wrap.values.skeleton import put_back
 
 _TORCH = str(Path(torch.__file__).parent)
 

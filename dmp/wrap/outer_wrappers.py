@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmp import live_models as live
 from dmp.chunked import ChunkedTensor
 from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.put_around import put_around
-from dmp.wrap import live_models as live
-from dmp.wrap.skeleton import all_tensors
 from dmp.wrap.torchrec_members import REFUSED
+from dmp.wrap.values.skeleton import all_tensors
 
 _OPTIONS = "DistributedModelParallel(..., data_parallel_wrapper=DDPWrapper(...)) and FSDPWrapper(...) take such options"
 _CHANGING = (

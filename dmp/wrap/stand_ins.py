@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dmp.ranks import around_backward
-from dmp.wrap.asked_earlier import follow_asked
-from dmp.wrap.backward_errors import say_what_left
-from dmp.wrap.optimizer_guard import guard_optimizers
+from dmp.wrap.earlier.asked_earlier import follow_asked
+from dmp.wrap.optimizers.backward_errors import say_what_left
+from dmp.wrap.optimizers.optimizer_guard import guard_optimizers
+from dmp.wrap.optimizers.step_turns import agree_on_steps
 from dmp.wrap.outer_wrappers import guard_ddp
-from dmp.wrap.step_turns import agree_on_steps
 
 
 def stand_in() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from dmp.names import join_name
-from dmp.wrap.assembly import Assembly
 from dmp.wrap.delta_tracker import DeltaTracker, init_delta_tracker
+from dmp.wrap.making.assembly import Assembly
 
 _UNEVEN = (
     "ranks that have run out of samples answer no collectives of the others. Give every rank as many batches: a "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from dmp import live_models as live
 from dmp.calls import Calls, alone
 from dmp.collection import without_collection
 from dmp.contracts import AnySharder, DataParallelWrapper, Planner, set_hook
@@ -22,26 +23,25 @@ from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
 from dmp.ranks import calls_so_far, entry
-from dmp.wrap import live_models as live
-from dmp.wrap.agreement import check_agreement, on_all_ranks
-from dmp.wrap.arguments import Arguments, environment, take
-from dmp.wrap.assembly import Assembly
-from dmp.wrap.build import build, mark_chunks
-from dmp.wrap.copying import copied, refuse_pickling
-from dmp.wrap.data_parallel import check_data, check_split, has_lost_hold, start_later, stopped, unknown_parameters
-from dmp.wrap.earlier_optimizers import marking_replaced
+from dmp.wrap.earlier.earlier_optimizers import marking_replaced
+from dmp.wrap.earlier.parameter_hooks import carrying_hooks
 from dmp.wrap.forward import Forward, refuse_scripting
-from dmp.wrap.fused import FusedOptimizer
-from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.grad_sync import GradSync, without_averages
-from dmp.wrap.keyed import keyed, part_of
-from dmp.wrap.loading import load, loaded
+from dmp.wrap.making.agreement import check_agreement, on_all_ranks
+from dmp.wrap.making.arguments import Arguments, environment, take
+from dmp.wrap.making.assembly import Assembly
+from dmp.wrap.making.build import build, mark_chunks
+from dmp.wrap.making.copying import copied, refuse_pickling
+from dmp.wrap.making.data_parallel import check_data, check_split, has_lost_hold, start_later, stopped, unknown
+from dmp.wrap.making.loading import load, loaded
+from dmp.wrap.optimizers.fused import FusedOptimizer
+from dmp.wrap.optimizers.keyed import keyed, part_of
 from dmp.wrap.outer_wrappers import keep_from_fully_shard, name_of, repr_of
-from dmp.wrap.parameter_hooks import carrying_hooks
-from dmp.wrap.reshard import Resharding, reshard
+from dmp.wrap.replan.reshard import Resharding, reshard
 from dmp.wrap.stand_ins import stand_in
-from dmp.wrap.taken import note_taken
 from dmp.wrap.torchrec_members import torchrec_member
+from dmp.wrap.values.gathered import chunks_shown
+from dmp.wrap.values.taken import note_taken
 
 
 class DistributedModelParallel(nn.Module):
@@ -248,7 +248,7 @@ class DistributedModelParallel(nn.Module):
 
     def unknown_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters that were added and that no forward has met, by name: their gradients are each rank's own."""
-        return unknown_parameters(self._made)
+        return unknown(self._made)
 
     forward = Forward()
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from dmp import ShardError
 from sharders.embedding.as_written import holds_plain_tables, keeps_forward
-from sharders.embedding.batch import Ids
-from sharders.embedding.call import Call
-from sharders.embedding.keyed_ids import keyed_ids
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.batches.keyed_ids import keyed_ids
+from sharders.embedding.batches.variable_batch import lengths_of, to_samples
+from sharders.embedding.exchange.placement import Table
+from sharders.embedding.ids.call import Call
 from sharders.embedding.lookup.given_optimizers import OptimizerReader
 from sharders.embedding.originals import make_table, parameter_at
-from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 from sharders.embedding.torchrec_form import make_waited
-from sharders.embedding.variable_batch import lengths_of, to_samples
 
 _log = logging.getLogger("dmp")
 _OF_JAGGED = {"_values", "_weights", "_lengths", "_offsets"}

@@ -18,9 +18,9 @@ from sharders.embedding.collections import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
+from sharders.embedding.exchange.placement import Table
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule
 
 

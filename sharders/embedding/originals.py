@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dmp import ChunkedTensor, FusedParameter
+from sharders.embedding.exchange.placement import Table
 from sharders.embedding.lookup.given_optimizers import OptimizerReader
-from sharders.embedding.placement import Table
 from sharders.embedding.resting import at_first
 
 

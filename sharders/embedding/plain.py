@@ -12,13 +12,13 @@ from torch import nn
 
 from dmp import Layout, ParameterInfo, ShardError, ShardingEnv, fully_sharded, replicate
 from sharders.embedding.as_written import is_plain
-from sharders.embedding.batch import Ids
-from sharders.embedding.call import Call
-from sharders.embedding.input_checks import INTEGERS
-from sharders.embedding.input_faults import Fault, Kind, dtype_index
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.batches.input_checks import INTEGERS
+from sharders.embedding.batches.input_faults import Fault, Kind, dtype_index
+from sharders.embedding.exchange.placement import Table
+from sharders.embedding.ids.call import Call
 from sharders.embedding.lookup.given_optimizers import OptimizerReader
 from sharders.embedding.originals import make_table
-from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 
 _FIXED = frozenset(("max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode"))

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from dmp import Layout, ShardingEnv, ranks
 from sharders.channel import over_group
-from sharders.embedding.batch import Ids
-from sharders.embedding.engine import Engine
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange.placement import Table
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import compile_lookup, kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags
-from sharders.embedding.placement import Table
 from sharders.shared_memory.memory_channel import MemoryChannel
 
 _BATCHES = 3

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dmp import data_parallel, rectangles
-from sharders.embedding.engine import Engine
-from sharders.embedding.handed_out import hand_out
-from sharders.embedding.placement import Table
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange.placement import Table
+from sharders.embedding.weights.handed_out import hand_out
 
 
 def at_first(parameter: torch.Tensor) -> tuple[bool, bool]:

@@ -16,23 +16,23 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from dmp import Calls, ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv, ranks
 from sharders.channel import over_group
-from sharders.embedding.batch import Ids
-from sharders.embedding.call import Call
-from sharders.embedding.codec import AS_COMPUTED, Codecs, Wire, codecs_of
-from sharders.embedding.engine import Engine
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange.codec import AS_COMPUTED, Codecs, Wire, codecs_of
+from sharders.embedding.exchange.peers import find_peers
+from sharders.embedding.exchange.placement import Table
+from sharders.embedding.exchange.tensor_slice import tensor_ranks
+from sharders.embedding.ids.call import Call
 from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.originals import carry_state, gathered, module_at, parameter_at
-from sharders.embedding.part_read import Part
-from sharders.embedding.peers import find_peers
-from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
 from sharders.embedding.resting import apart, as_they_are, resting
-from sharders.embedding.same_form import SameForm
 from sharders.embedding.successor import hand_on
-from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
-from sharders.embedding.unread_weight import Unread
+from sharders.embedding.weights.part_read import Part
+from sharders.embedding.weights.same_form import SameForm
+from sharders.embedding.weights.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
 _FUSED_DEFAULT = OptimizerSpec.make("sgd", lr=0.01)  # FBGEMM's

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from dmp import FusedParameter, ParameterSharding, ShardError, ShardingPlan, data_parallel, join_name, rectangles
-from sharders.embedding.engine import Engine
+from sharders.embedding.data_path.engine import Engine
 
 _log = logging.getLogger("dmp")
 

@@ -21,7 +21,7 @@ import torch
 
 from dmp import ChunkedTensor, Layout, Shard, ShardError, ShardingEnv, data_parallel, is_replicated, rectangles
 from sharders.channel import Channel
-from sharders.embedding.engine import Engine
+from sharders.embedding.data_path.engine import Engine
 from sharders.embedding.resting import as_they_are
 from sharders.embedding.table_module import TableModule
 from sharders.managed_collision.id_map import IdMap, blocks_of

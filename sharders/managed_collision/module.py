@@ -11,11 +11,11 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from dmp import Calls, ChunkedTensor, FusedParameter, ParameterSharding, join_name
-from sharders.embedding.batch import Ids
-from sharders.embedding.input_checks import check_batch
-from sharders.embedding.input_faults import Fault, Kind
-from sharders.embedding.keyed_ids import keyed_ids
-from sharders.embedding.phases import INPUT, LastStep, Spent, phase
+from sharders.embedding.batches.batch import Ids
+from sharders.embedding.batches.input_checks import check_batch
+from sharders.embedding.batches.input_faults import Fault, Kind
+from sharders.embedding.batches.keyed_ids import keyed_ids
+from sharders.embedding.exchange.phases import INPUT, LastStep, Spent, phase
 from sharders.embedding.table_module import ReshardedTables, TableModule
 from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import EMPTY, IdMap, blocks_of

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 
 from dmp import InputError, ranks
-from sharders.embedding.header import Handshake, Header
-from sharders.embedding.input_faults import Fault, Kind
-from sharders.embedding.peers import Peers
+from sharders.embedding.batches.input_faults import Fault, Kind
+from sharders.embedding.exchange.peers import Peers
+from sharders.embedding.ids.header import Handshake, Header
 from sharders.managed_collision.entries import move
 from sharders.managed_collision.eviction import evict
 from sharders.managed_collision.id_map import IdMap

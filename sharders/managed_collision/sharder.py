@@ -19,8 +19,8 @@ from torch import nn
 from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEnv, ranks
 from sharders.channel import Channel, over_group
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from sharders.embedding.peers import find_peers
-from sharders.embedding.phases import counted
+from sharders.embedding.exchange.peers import find_peers
+from sharders.embedding.exchange.phases import counted
 from sharders.embedding.table_module import TableModule, TableSharder
 from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import IdMap, blocks_of

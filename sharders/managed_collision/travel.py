@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from sharders.embedding.peers import Peers
+from sharders.embedding.exchange.peers import Peers
 from sharders.managed_collision.id_map import IdMap, block_of
 
 Counts = list[list[int]]

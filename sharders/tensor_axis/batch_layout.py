@@ -18,7 +18,7 @@ import torch
 from dmp import InputError, ShardingEnv, map_nested
 from dmp import ranks as of_all
 from sharders.channel import Channel
-from sharders.embedding.tensor_slice import Cut, cut_of_lengths, cut_rows, even_cut, gather_rows, tensor_ranks
+from sharders.embedding.exchange.tensor_slice import Cut, cut_of_lengths, cut_rows, even_cut, gather_rows, tensor_ranks
 from sharders.tensor_axis.jagged import Jagged, check_lengths
 
 _SIZES = 62  # in the first exchange of `gather_batch`

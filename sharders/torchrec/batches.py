@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dmp import InputError
-from sharders.embedding.input_checks import check_batch
-from sharders.embedding.keyed_ids import keyed_ids
+from sharders.embedding.batches.input_checks import check_batch
+from sharders.embedding.batches.keyed_ids import keyed_ids
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dmp import ChunkedTensor, FusedParameter, Shard, ShardError
+from sharders.embedding.exchange.placement import of_blocks
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.placement import of_blocks
 
 
 class _Piece(NamedTuple):

@@ -16,7 +16,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from dmp import ChunkedTensor, FusedParameter, InputError, ParameterSharding, ShardError, join_name, ranks, tensors_of
-from sharders.embedding.input_faults import Fault
+from sharders.embedding.batches.input_faults import Fault
 from sharders.embedding.torchrec_form import make_known
 from sharders.torchrec.batches import in_unsharded_order, prepared
 from sharders.torchrec.making import Made, Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dmp import ShardError, is_torchrecs, type_name
-from sharders.embedding.codec import Cast, Codec, Codecs
+from sharders.embedding.exchange.codec import Cast, Codec, Codecs
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Operations that TorchRec sends results of tables by; ours has one path for all layouts.

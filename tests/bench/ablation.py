@@ -19,8 +19,8 @@ from torch import nn
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import over_connections, over_group
-from sharders.embedding.codec import Cast, Codecs
-from sharders.embedding.engine import Engine
+from sharders.embedding.data_path.engine import Engine
+from sharders.embedding.exchange.codec import Cast, Codecs
 from tests.bench.report import Result
 from tests.bench.rounds import in_turns, quickest_of_rounds, slowest
 from tests.bench.step import BATCHES, Side, make_batches, make_grads, warm_up, weights, wrap_ours, wrap_theirs

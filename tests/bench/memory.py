@@ -7,7 +7,7 @@ import gc
 import torch
 
 import dmp
-from dmp.wrap.initial_values import BLOCK_ELEMENTS
+from dmp.wrap.values.initial_values import BLOCK_ELEMENTS
 from tests.bench.report import Result
 from tests.bench.resident import reset_peak, resident
 from tests.bench.workload import Workload, make_model, make_plan

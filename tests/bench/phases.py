@@ -29,15 +29,15 @@ STEPS = 20
 WAIT, TRANSFER = "wait for the other rank", "transfer in "
 
 PHASES = {
-    "sharders.embedding.engine:_Lookup.forward": "lookup and output dist, the rest",
-    "sharders.embedding.engine:_Lookup.backward": "gradients, the rest",
-    "sharders.embedding.engine:check_batch": "check",
-    "sharders.embedding.keyed_ids:keyed_ids": "parse",
-    "sharders.embedding.input_dist:InputDist.send": "input dist",
-    "sharders.embedding.input_dist:InputDist._split": "input dist: sort by row block",
-    "sharders.embedding.input_dist:InputDist.receive": "receive",
-    "sharders.embedding.input_dist:Received.slot_major": "receive: slot-major order",
-    "sharders.embedding.header:Handshake.exchange": "header",
+    "sharders.embedding.data_path.engine:_Lookup.forward": "lookup and output dist, the rest",
+    "sharders.embedding.data_path.engine:_Lookup.backward": "gradients, the rest",
+    "sharders.embedding.data_path.engine:check_batch": "check",
+    "sharders.embedding.batches.keyed_ids:keyed_ids": "parse",
+    "sharders.embedding.ids.input_dist:InputDist.send": "input dist",
+    "sharders.embedding.ids.input_dist:InputDist._split": "input dist: sort by row block",
+    "sharders.embedding.ids.input_dist:InputDist.receive": "receive",
+    "sharders.embedding.ids.input_dist:Received.slot_major": "receive: slot-major order",
+    "sharders.embedding.ids.header:Handshake.exchange": "header",
     "sharders.embedding.lookup.numba_kernel:NumbaLookup.pooled": "lookup kernel",
     "sharders.embedding.lookup.numba_kernel:NumbaLookup.rows": "lookup kernel",
     "sharders.embedding.lookup.numba_kernel:NumbaLookup.order_pooled": "ids sorted for the update",
@@ -48,11 +48,11 @@ PHASES = {
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.pooled": "lookup kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_pooled": "update kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_rows": "update kernel",
-    "sharders.embedding.pooled_output:PooledOutputDist.forward": "output: placing",
-    "sharders.embedding.pooled_output:PooledOutputDist.backward": "gradients: pack",
-    "sharders.embedding.output_dist:ResultExchange.wait": "wait for a transfer begun before",
-    "sharders.embedding.unpooled_output:UnpooledOutputDist.forward": "output: placing",
-    "sharders.embedding.unpooled_output:UnpooledOutputDist.backward": "gradients: pack",
+    "sharders.embedding.results.pooled_output:PooledOutputDist.forward": "output: placing",
+    "sharders.embedding.results.pooled_output:PooledOutputDist.backward": "gradients: pack",
+    "sharders.embedding.exchange.output_dist:ResultExchange.wait": "wait for a transfer begun before",
+    "sharders.embedding.results.unpooled_output:UnpooledOutputDist.forward": "output: placing",
+    "sharders.embedding.results.unpooled_output:UnpooledOutputDist.backward": "gradients: pack",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
 from dmp.checkpoint.targets.mapped import mapped, read_mapped
 from dmp.checkpoint.targets.new_file import new_file, refuse_existing
-from dmp.wrap.column_blocks import is_per_block, merge_blocks
+from dmp.wrap.optimizers.column_blocks import is_per_block, merge_blocks
 
 _MERGED_ROWS = 1 << 16  # at a time
 
