@@ -10,9 +10,14 @@ _BLOCK_ROWS, _COLUMNS = 16, 1021
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum of the tensor's bits that depends on their places, on any device, which is waited for once."""
+    """A 64-bit sum of the tensor's bits that depends on their places, on any device, which is waited for once.
+
+    Of highest bits of words (each second float32's sign) alone it has but whether their number is odd: what sees more
+    takes two to three times as long.
+    """
     if tensor.layout != torch.strided:
         return _wrapped(sum((2 * i + 1) * checksum(part) for i, part in enumerate(_parts(tensor))))
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor.resolve_conj()  # torch ends the process, or raises
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
         bits = bits.clone()

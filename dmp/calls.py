@@ -52,6 +52,7 @@ class Calls:
         part: what a module updates so -> an optimizer of that; None outside of a model.
         num_updates: steps of optimizers, and updates in backward passes.
         taken: by a mark of their values, when state dicts were given out, see taken.py in wrap/.
+        samples: marks of what the first forwards were called with, before any of those.
         num_compared: ranks that compare `digest` in front of every lookup.
         watch: is told of rows that are read, by modules with the hook `tells_rows`; None where nobody watches.
     """
@@ -65,6 +66,7 @@ class Calls:
         self._forwards = 0
         self.steps: deque[str] = deque(maxlen=3)
         self._digest = self.num_steps = self.num_updates = 0
+        self.samples: list[int] = []
         self.taken: dict[int, frozenset[int]] = {}
         self._updated_at = -1
         self.fused: Sequence[Mapping[str, Any]] = ()

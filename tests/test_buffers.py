@@ -17,7 +17,7 @@ from tests.ranks import mesh, run_ranks
 
 
 class Net(nn.Module):
-    """A mask that nobody writes, statistics that every step writes, a number that some ranks write at some steps."""
+    """A mask and a filter that nobody writes, statistics that every step writes, a number that some ranks write."""
 
     def __init__(self, with_norm: bool) -> None:
         super().__init__()
@@ -26,6 +26,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(4) if with_norm else nn.Identity()
         self.register_buffer("mask", torch.tensor([float("nan"), 1.0, 2.0, 3.0]))
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("filter", torch.tensor([1.0 + 2.0j, 3.0]).conj())  # bits of which torch gives no view
         self.register_buffer("none", torch.empty(0, dtype=torch.bool))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

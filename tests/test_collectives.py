@@ -99,7 +99,7 @@ def _whole(wrap: bool) -> tuple[int, int, int]:
         forward, backward = counts(model, batch)
         with Exchanges() as look:
             optimizer.step()
-        assert look.get_total_counts() == (number == 0)  # at the copies, before the first
+        assert look.get_total_counts() == 2 * (number == 0)  # at copies and at samples, before the first
     with Exchanges() as rest:
         optimizer.step()
         optimizer.zero_grad()

@@ -118,7 +118,7 @@ def by_noisy_gradients() -> list[str]:
     torch.manual_seed(env.rank)
     with heard() as said:
         for _ in range(6):
-            model(torch.ones(3, WIDTH)).square().sum().backward()
+            model(torch.full((3, WIDTH), 1.0 + env.rank)).square().sum().backward()
             for p in model.parameters():
                 assert p.grad is not None
                 p.grad.add_(torch.randn_like(p.grad))

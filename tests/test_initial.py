@@ -298,6 +298,8 @@ def test_checksum_sees_every_bit_and_place(dtype: torch.dtype) -> None:
     rows = torch.randn(4, 1024)
     assert checksum(rows) != checksum(rows[[1, 0, 2, 3]])  # rows that lie under each other are told apart too
     assert checksum(rows.t()) == checksum(rows.t().contiguous())
+    waves = torch.complex(rows, rows)
+    assert checksum(waves.conj()) == checksum(waves.conj().resolve_conj())
     words = torch.arange(8 * 16 * 1021, dtype=torch.int64)  # whole blocks: order of blocks, and of columns inside
     assert checksum(words) != checksum(words.view(8, -1).flip(0).flatten())
     assert checksum(words) != checksum(words.view(8, 16, 1021).flip(2).flatten())

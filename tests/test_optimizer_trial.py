@@ -323,7 +323,7 @@ def trains(kind: Callable[..., Optimizer] | None, layout: Any, in_backward: str 
         env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
         model = DistributedModelParallel(module, env, plan={"0.weight": layout})
         optimizer = model.fused_optimizer if kind is None else kind(model.parameters())
-        model(torch.arange(8).view(4, 2)).sum().backward()
+        model(torch.arange(8).view(4, 2).roll(env.rank)).sum().backward()
         before = [p.detach().clone() for p in model.parameters()]
         try:
             optimizer.step()

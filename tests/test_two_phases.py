@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmp
 from dmp import InputError, ShardError
+from dmp.wrap.optimizers.repeated_samples import FORWARDS
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import GroupChannel, over_group
 from sharders.embedding.data_path import engine, path, pooled
@@ -134,6 +135,8 @@ def _reads(kind: str, layout: str) -> tuple[int, int]:
         for of, name in product((engine, header, input_dist), ("may_run", "go_along")):
             patch.setattr(of, name, lambda *_: False, raising=False)
         model = wrapped(kind, layout)
+        for _ in range(FORWARDS):  # past which nobody looks whether ranks have samples of their own
+            model(*batch)
         patch.setattr(torch.Tensor, "tolist", tolist)
         with Reads() as forward:
             loss = loss_of(model(*batch))

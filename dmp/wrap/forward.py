@@ -18,6 +18,7 @@ from dmp.errors import ShardError
 from dmp.ranks import begin_pass, note_left, raise_cause
 from dmp.wrap.earlier.written_earlier import check_earlier
 from dmp.wrap.making.data_parallel import check_cast
+from dmp.wrap.optimizers.repeated_samples import note_samples
 from dmp.wrap.optimizers.step_turns import agree_on_forward
 from dmp.wrap.values.skeleton import put_back
 
@@ -33,6 +34,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     begin_pass()
     model.hold_parameters()
     agree_on_forward(model)
+    note_samples(model, args, kwargs)
     try:
         check_earlier(model)
         with model._calls.forward:

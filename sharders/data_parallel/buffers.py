@@ -54,4 +54,4 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+    return t.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)

@@ -8,6 +8,7 @@
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
 - `drifted`: copies of weights that are not the same on all ranks
+- `repeated_samples`: ranks that should have samples of their own, and were all called with the same
 - `step_turns`: steps of optimizers, made by all ranks alike or told
 - `backward_errors`: errors that leave a backward pass: noted, and of plain tensors beside DTensors said in words
 """

@@ -24,6 +24,7 @@ from dmp.wrap.earlier.earlier_optimizers import num_changes
 from dmp.wrap.optimizers.drifted import look_for_drift
 from dmp.wrap.optimizers.fused import FusedOptimizer
 from dmp.wrap.optimizers.keyed import is_wrapper
+from dmp.wrap.optimizers.repeated_samples import compare_samples
 
 _OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 _SHOWN = 80
@@ -117,6 +118,8 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         # Along a tensor axis each rank has computed the gradients of its copies, maybe to other last bits; and with
         # tables, ranks may have their optimizers in different orders.
         is_first, often = calls.num_steps == 0, has_turns and model.env.tensor_size == 1
+        if is_first:
+            compare_samples(model)
         if is_first or (often and calls.num_steps & (calls.num_steps - 1) == 0):
             owned = model._made.sharded_names()
             copied = ((n, p) for n, p in model.named_parameters() if n not in owned and (is_first or p.requires_grad))
