@@ -136,7 +136,12 @@ def forget_unfinished(root: Any) -> None:
 
 @contextmanager
 def hearing_of_pass(roots: Iterable[Any]) -> Iterator[None]:
-    """Around a backward pass: whether it may leave gradients of split weights that wait for their average."""
+    """Around a backward pass: whether it may leave gradients of split weights that wait for their average.
+
+    torch averages in a pass that comes by what a unit has returned. One that begins within, at what a hook or an
+    attribute has kept of an embedding's output, came to weights that stay whole all the same: nobody averaged their
+    gradients, and no optimizer saw them, in silence. They are averaged when it has ended.
+    """
     if torch._C._current_graph_task_id() >= 0:  # a pass within a pass
         yield
         return
@@ -146,6 +151,9 @@ def hearing_of_pass(roots: Iterable[Any]) -> Iterator[None]:
         if not all(unit.reduce_grads for unit in units(root)):
             _waiting.add(root)
     yield
+    for root in roots:
+        if root not in _waiting and any(held._unsharded_param.grad is not None for held in _not_averaged(root)):
+            root._get_fsdp_state()._root_post_backward_final_callback()  # at the end of others, it was queued
     for root in list(_waiting):
         if waiting := _not_averaged(root):
             show_waiting(waiting)

@@ -21,6 +21,13 @@ _SPARSE = (
     "of one's own: such are averaged as dense ones. Pass sparse=False there, or keep the weight in an nn.EmbeddingBag "
     "or nn.Embedding and call that"
 )
+_FREED = (
+    "the backward pass came to a block whose weights were not gathered: nobody saw it begin there. Either it began at "
+    "a tensor from within the block, which a hook or an attribute has kept: have the block return it, hook the block "
+    "itself, or gather all weights at once, data_parallel_wrapper=FSDPWrapper(units=[]). Or the block returned nothing "
+    "that has its tensors: it may return them in lists, dicts, sets, objects and functions; one that returns a "
+    "generator, or writes its result into an argument, is to return the tensor too"
+)
 _WORDS = {
     "got mixed torch.Tensor and DTensor": "the backward pass met plain tensors beside DTensors, as of a loss with a "
     "term over all weights, sum(p.square().sum() for p in model.parameters()): there read p.full_tensor() where p is a "
@@ -28,14 +35,11 @@ _WORDS = {
     "aten._is_any_true": "torch looks for NaN in every gradient, and does not in DTensors: somebody has called "
     "torch.autograd.set_detect_anomaly(True), as libraries do when they are imported. Call it with False before the "
     "backward pass",
-    "are out of bounds for storage of size 0": "the backward pass came to a block whose weights were not gathered: "
-    "nothing that the block returned had a tensor of it, so that nobody saw the pass begin there. Blocks may return "
-    "tensors in lists, dicts, sets, objects and functions; one that returns a generator, or writes its result into an "
-    "argument, is to return the tensor too",
     "has been marked as ready twice": "blocks that share a weight, or that two forwards have run, are computed again "
     "by torch.utils.checkpoint with use_reentrant=True, in a pass of its own for each: DDP takes the weight's gradient "
     "for complete after the first. Pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={"
     "'use_reentrant': False})",
+    **dict.fromkeys(("are out of bounds for storage of size 0", "but its data is not allocated yet"), _FREED),
     **dict.fromkeys(("storage of SparseTensorImpl", "'fsdp::chunk_cat' with arguments from the 'Sparse"), _SPARSE),
 }
 """What torch's error has in it -> what ours says."""
