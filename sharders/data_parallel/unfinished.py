@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from dmp import ShardError, local_of, ranks
 from sharders.before_steps import before_steps
 from sharders.data_parallel.cleared import drop_cleared, show_waiting
-from sharders.data_parallel.fsdp_units import units, weights
+from sharders.data_parallel.fsdp_units import is_idle, units, weights
 
 _log = getLogger("dmp")
 
@@ -152,8 +152,9 @@ def hearing_of_pass(roots: Iterable[Any]) -> Iterator[None]:
             _waiting.add(root)
     yield
     for root in roots:
-        if root not in _waiting and any(held._unsharded_param.grad is not None for held in _not_averaged(root)):
-            root._get_fsdp_state()._root_post_backward_final_callback()  # at the end of others, it was queued
+        begun_inside = is_idle(root) and root not in _waiting and _not_averaged(root)
+        if begun_inside and any(held._unsharded_param.grad is not None for held in begun_inside):
+            root._get_fsdp_state()._root_post_backward_final_callback()  # which has run at the end of others
     for root in list(_waiting):
         if waiting := _not_averaged(root):
             show_waiting(waiting)
