@@ -106,6 +106,50 @@ def test_writes_last_where_a_unit_stays_in_parts(way: str) -> None:
     run_ranks(4, in_parts, way)
 
 
+class Codebook(nn.Module):
+    """Whose entries the forward replaces by means of what is next to them, as a VQ-VAE's do that many have copied."""
+
+    def __init__(self, rows: int = 5) -> None:
+        super().__init__()
+        self.encode, self.entries = nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH)
+        self.means = nn.Parameter(torch.randn(5, WIDTH))
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.encode(x)
+        nearest = nn.functional.one_hot(torch.cdist(z, self.entries.weight).argmin(1), 5).to(z)
+        read = nearest @ self.entries.weight
+        self.means = nn.Parameter(self.means * 0.9 + nearest.T @ z)
+        self.entries.weight = nn.Parameter(self.means[: self.rows] / 2)
+        return z + (read - z).detach() + (z - read.detach()).square().mean()
+
+
+def replaced_lasts(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    torch.manual_seed(0)
+    whole = Codebook().double()
+    model = DistributedModelParallel(copy.deepcopy(whole), env)
+    both = [(m, torch.optim.Adam(m.parameters(), lr=0.1)) for m in (model, whole)]
+    for step in range(3):
+        x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for m, optimizer in both:
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    values = full_state_dict(model)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(values[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    model.module.rows = 4  # type: ignore[assignment]
+    with pytest.raises(ShardError, match=r"'entries.weight'.* another parameter in its place.*\(4, 8\).*\(5, 8\)"):
+        model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("shard",)), ((2, 2), ("shard", "tp"))], ids=str)
+def test_a_parameter_put_in_its_place_lasts(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """What FSDP2 had gathered took its place again, in silence."""
+    run_ranks(2 * len(shape), replaced_lasts, shape, names)
+
+
 class OfBatches(nn.Module):
     """Writes what the rank's own batch gives."""
 

@@ -235,7 +235,8 @@ def _groups(
                 if id(p) not in names:
                     raise CheckpointError(
                         f"param group {i} of {type(part).__name__} has a parameter of shape {tuple(p.shape)} that is "
-                        "not the model's; pass the optimizer that was made from model.parameters()"
+                        "not the model's; pass the optimizer that was made from model.parameters(), without those "
+                        "in whose place the forward puts others"
                     )
                 name = names[id(p)]
                 updated_in_backward = name in fused or bool(getattr(p, "_in_backward_optimizers", ()))

@@ -5,7 +5,8 @@ silence, where the same model on copies keeps it. So before it is freed, each ra
 
 [Note: looks] Writes are told by the version of the tensor, and by its memory, where `p.data = ...` put other memory
 there. What goes through `p.data`, `p.data.clamp_(...)`, counts no version: values are added up when they are gathered
-and again before they are freed. So the first few times, and now and then later.
+and again before they are freed. So the first few times, and now and then later. A parameter of the model's own making
+in its place, `codebook.weight = nn.Parameter(...)`, is written into it, and freed with it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class _Keeping(OfWeights):  # type: ignore[misc]
             is_looked_at = not self.is_through_data and (self.gathers <= _FIRST or self.gathers % every == 0)
             self.told = checksum(whole) if is_looked_at else None
 
+    def to_sharded(self) -> None:
+        self._look()  # before the chunk is in the module again, in the place of what the model has put there
+        super().to_sharded()
+
     def to_sharded_post_forward(self) -> None:
         self._look()
         super().to_sharded_post_forward()
@@ -70,8 +75,24 @@ class _Keeping(OfWeights):  # type: ignore[misc]
 
     def _look(self) -> None:
         at, self.gathered_at = self.gathered_at, None
-        if at is not None and self._is_written(at[0]):
-            self._keep(at[1])
+        if at is not None:
+            self._take_replaced()
+            if self._is_written(at[0]):
+                self._keep(at[1])
+
+    def _take_replaced(self) -> None:
+        place = self._module_info
+        now = place.module._parameters.get(place.param_name)
+        if now is None or now is self._unsharded_param or now is self.sharded_param:
+            return
+        whole, now = self._whole(), getattr(now, "_local_tensor", now)
+        if (now.shape, now.dtype) != (whole.shape, whole.dtype):
+            raise ShardError(
+                f"{self._param_fqn!r}, of which ranks have chunks, has another parameter in its place since it was "
+                f"gathered, {tuple(now.shape)} of {now.dtype} where it is {tuple(whole.shape)} of {whole.dtype}: {_HOW}"
+            )
+        with torch.no_grad():
+            whole.copy_(now)
 
     def _is_written(self, version: int) -> bool:
         """The same on all ranks, which have the same whole and run the same code."""
