@@ -289,3 +289,39 @@ def test_state_by_row_keeps_its_shape(tmp_path: Path) -> None:
     assert torch.equal(again.module.weight, model.module.weight)  # type: ignore[arg-type, union-attr]
     state = full_optimizer_state_dict(model, optimizer)["state"]["weight"]
     assert state["row_var"].shape == (4, 1) and state["col_var"].shape == (1, 6)
+
+
+class Optional(nn.Module):
+    """As memories, extra keys and prompts are where none are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.top = nn.Parameter(torch.zeros(0, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.extra, x]))
+
+
+def empty_goes_on(folder: str) -> None:
+    """The file has its count of steps alone, and AdamW's next step ended in a KeyError."""
+    runs = []
+    for mesh in ("dp2", "shard2"):
+        torch.manual_seed(len(runs))
+        model = DistributedModelParallel(Optional(), env_of(mesh))
+        runs.append((model, adamw(model)))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(*runs[0])
+    save_checkpoint(folder, *runs[0])
+    load_checkpoint(folder, *runs[1])
+    for run in runs:
+        step(*run)
+    torch.testing.assert_close(*(full_state_dict(model) for model, _ in runs))
+
+
+def test_a_parameter_of_no_elements_goes_on(tmp_path: Path) -> None:
+    run_ranks(2, empty_goes_on, str(tmp_path / "c"))
