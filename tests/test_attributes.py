@@ -58,6 +58,36 @@ def test_what_a_user_put_on_a_table_is_there() -> None:
     run_ranks(2, reads_a_users_own)
 
 
+class Keeps(nn.Module):
+    """A distribution of the last batch, for a term of the loss, and states by name that begin as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.states: dict[str, Any] = {"v": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.latent = torch.distributions.Normal(self.mean(x), 1.0)
+        self.states["v"] = self.latent.mean.detach()
+        return self.out(self.latent.mean)
+
+
+def copies_of_kept(axis: str) -> None:
+    """Ended in torch's error of deepcopy, or of a tensor's truth."""
+    model = DistributedModelParallel(Keeps(), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        (model(x).square().mean() + model.module.latent.mean.mean()).backward()
+        plain = to_unsharded(model)
+        assert torch.equal(plain.states["v"], model.module.states["v"])
+        torch.testing.assert_close(plain(x), model(x))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_copy_is_made_beside_results_within_objects(axis: str) -> None:
+    run_ranks(2, copies_of_kept, axis)
+
+
 class Reader(nn.Module):
     """Weights of its own and of others, read in every way: in its forward, in a method, in what is computed again."""
 

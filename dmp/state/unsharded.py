@@ -52,7 +52,12 @@ def to_unsharded(model: nn.Module) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     memo.update((id(tensor), tensor.detach().clone()) for tensor in computed(root.modules()))
     copy_scripted(root, memo)
-    plain: nn.Module = deep_copy(root, memo, is_to_keep=True)
+    given = dict(memo)
+    try:
+        plain: nn.Module = deep_copy(root, memo, is_to_keep=True)
+    except RuntimeError:  # of results that have a graph
+        given.update((id(tensor), tensor.detach().clone()) for tensor in computed(root.modules(), in_objects=True))
+        plain = deep_copy(root, given, is_to_keep=True)
     if root is not live:
         _take_buffers(live, plain)
     _allocate(plain)

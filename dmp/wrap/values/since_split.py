@@ -95,7 +95,7 @@ class SinceSplit:
             if name in _TORCHS or (name in then and name not in self._own[path]):
                 continue  # what has been split has hooks and states of its own
             is_computed = isinstance(value, torch.Tensor) and not value.is_leaf
-            is_computed |= name in sizes and value is then[name] and value == sizes[name]
+            is_computed |= name in sizes and value is then[name] and _is_fixed(value) and value == sizes[name]
             if is_computed or (isinstance(value, _FIXED + _CALLED) and name in then and value is then[name]):
                 continue
             try:

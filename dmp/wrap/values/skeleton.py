@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from types import FunctionType, NoneType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -45,14 +45,19 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
     return made
 
 
-def computed(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+def computed(modules: Iterable[nn.Module], *, in_objects: bool = False) -> Iterator[torch.Tensor]:
     """Results that modules keep as attributes, which `copy.deepcopy` refuses: attention weights of the last batch, a
-    weight that weight norm has computed."""
+    weight that weight norm has computed.
+
+    Args:
+        in_objects: those within other objects too, as the mean of a distribution: nobody knows how much hangs on them.
+    """
     for module in modules:
-        yield from _computed_in({name: value for name, value in vars(module).items() if name not in _OF_TORCH}, set())
+        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        yield from _computed_in(own, set(), in_objects)
 
 
-def _computed_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _computed_in(value: Any, seen: set[int], in_objects: bool) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if not value.is_leaf:
             yield value
@@ -60,7 +65,9 @@ def _computed_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         seen.add(id(value))
         for each in value.values() if isinstance(value, dict) else value:
             if not isinstance(each, _SHARED):
-                yield from _computed_in(each, seen)
+                yield from _computed_in(each, seen, in_objects)
+    elif in_objects and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | nn.Module):
+        yield from _computed_in(vars(value), seen, in_objects)
 
 
 def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
