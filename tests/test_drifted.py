@@ -146,3 +146,28 @@ def of_what_has_no_values() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_weights_are_passed_over() -> None:
     run_ranks(2, of_what_has_no_values)
+
+
+def beside_a_loss(axis: str, averages: bool) -> list[str]:
+    """Its weights are trained by the model's optimizer, and lie beside the model."""
+    model = DistributedModelParallel(nn.Linear(WIDTH, 2), ShardingEnv.from_mesh(mesh((2,), (axis,))))
+    scales = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([{"params": model.parameters()}, {"params": [scales]}])
+    x = torch.full((3, WIDTH), model.env.rank + 1.0)
+    with heard() as said:
+        for _ in range(5):
+            ((model(x).square() * (-scales).exp()).mean() + scales.sum()).backward()
+            if averages and scales.grad is not None:
+                torch.distributed.all_reduce(scales.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_weights_beside_the_model_that_drift_are_told(axis: str, averages: bool) -> None:
+    """Each rank trained its own by its own samples, in silence."""
+    of_ranks = run_ranks(2, beside_a_loss, axis, averages)
+    assert [len(said) for said in of_ranks] == [0 if averages else 1, 0], of_ranks
+    assert averages or of_ranks[0][0].startswith("'parameter 0 of param_groups[1] of Adam' has other values on rank 1")

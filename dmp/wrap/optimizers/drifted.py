@@ -21,22 +21,30 @@ from dmp.places import is_dtensor, local_of
 from dmp.ranks import compare_facts, say_once
 
 _CAUSES = (
-    "Either they were written on each rank by itself, as from a file that one rank read, or drawn by generators that "
-    "differ from rank to rank (model.apply(init) after wrapping under other seeds; noise of p.shape, which draws as "
-    "many numbers as a rank's part has), or the model's code writes into them what its own batch gives, or steps were "
-    "taken by gradients that nobody averaged, as under no_sync() and by torch.autograd.grad, or that were changed on "
-    "each rank by itself, as by noise"
+    "they are trained apart, and one is saved. Either they were written on each rank by itself, as from a file that "
+    "one rank read, or drawn by generators that differ from rank to rank (model.apply(init) after wrapping under other "
+    "seeds; noise of p.shape, which draws as many numbers as a rank's part has), or the model's code writes into them "
+    "what its own batch gives, or steps were taken by gradients that nobody averaged, as under no_sync() and by "
+    "torch.autograd.grad, or that were changed on each rank by itself, as by noise"
 )
+OF_NO_MODEL = (
+    "it is no wrapped model's, as weights of a loss are that lies beside it, and nobody averages its gradients. Wrap "
+    "one module that has both as attributes, or average p.grad over the ranks before each step"
+)
+"""Of what an optimizer has beside a model's weights."""
 
 _told: set[tuple[str, str]] = set()
 
 
-def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str) -> None:
+def look_for_drift(
+    named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, when: str, causes: str = _CAUSES
+) -> None:
     """Say which differ, on the first of the ranks that should have the same, and once of each call; collective.
 
     Args:
         named: the weights, but for tables: copies of these may be averaged every so many updates.
         when: the call that looks.
+        causes: of what is found, and what to do.
     """
     for axes, sums in _sums(named, env).items():
         group = env.everyone if axes == env.names else env.axis_group(*axes)
@@ -51,7 +59,7 @@ def look_for_drift(named: Iterable[tuple[str, torch.Tensor]], env: ShardingEnv, 
             one, other = (dist.get_global_rank(group, rank) for rank in (0, other))
             say_once(
                 f"{name!r}{f' (and {more} more)' if more else ''} has other values on rank {other} than on rank {one}, "
-                f"where copies should be the same, in {when}: they are trained apart, and one is saved. {_CAUSES}"
+                f"where copies should be the same, in {when}: {causes}"
             )
 
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from dmp import live_models as live
 from dmp.ranks import take_turn
 from dmp.wrap.earlier.earlier_optimizers import num_changes
-from dmp.wrap.optimizers.drifted import look_for_drift
+from dmp.wrap.optimizers.drifted import OF_NO_MODEL, look_for_drift
 from dmp.wrap.optimizers.fused import FusedOptimizer
 from dmp.wrap.optimizers.keyed import is_wrapper
 from dmp.wrap.optimizers.repeated_samples import compare_samples
@@ -45,15 +45,20 @@ class _Known:
         mark: by which it is told that others may be held.
         models: that have more than one rank.
         held: in words, which of their parameters.
+        others: places of what it trains beside them, which is no wrapped model's.
+        num_steps: so far.
     """
 
-    def __init__(self, optimizer: Optimizer, mark: tuple[int, int, int]) -> None:
+    def __init__(self, optimizer: Optimizer, mark: tuple[int, int, int], num_steps: int) -> None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.mark = mark
+        self.mark, self.num_steps = mark, num_steps
         self.models = [ref(m) for m in live.models if m.env.size > 1 and any(id(p) in ids for p in m.parameters())]
         _inner.update(each for each in vars(optimizer).values() if isinstance(each, Optimizer))
         alike = [] if optimizer in _inner else [name for of in self.models for name in _held_alike(of(), ids)]
         self.held = _described(alike)
+        wrapped = {id(p) for m in live.models for p in m.parameters()} if alike else ids
+        groups = [group["params"] for group in optimizer.param_groups]
+        self.others = [(g, i) for g, of in enumerate(groups) for i, p in enumerate(of) if id(p) not in wrapped]
         self._options: list[Any] = []
         self._text = ""
 
@@ -106,7 +111,8 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     mark = num_changes(), len(live.models), sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.mark != mark:
-        known = _known[optimizer] = _Known(optimizer, mark)
+        known = _known[optimizer] = _Known(optimizer, mark, known.num_steps if known else 0)
+    num_steps, known.num_steps = known.num_steps, known.num_steps + 1
     for model in (found for of in known.models if (found := of()) is not None):
         text, calls = known.text(optimizer), model._calls
         if _is_joining(model.running):
@@ -124,6 +130,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
             owned = model._made.sharded_names()
             copied = ((n, p) for n, p in model.named_parameters() if n not in owned and (is_first or p.requires_grad))
             look_for_drift(copied, model.env, f"the steps of optimizers on {calls.model}")
+        if known.others and often and num_steps & (num_steps - 1) == 0:
+            kind, groups = type(optimizer).__name__, [group["params"] for group in optimizer.param_groups]
+            others = ((f"parameter {i} of param_groups[{g}] of {kind}", groups[g][i]) for g, i in known.others)
+            look_for_drift(others, model.env, f"the steps of optimizers on {calls.model}", OF_NO_MODEL)
         calls.note_step(text)
 
 
