@@ -34,7 +34,7 @@ def take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
                     f"{name_of(root, held)!r} was replaced after wrapping, where it is split, and FSDP2 would put back "
                     "what it had: write into it under torch.no_grad() (copy_, load_state_dict), or replace it before"
                 )
-            if (torch.is_grad_enabled() or not unit.is_sharded) and _is_lent():
+            if (torch.is_grad_enabled() or not unit.is_sharded) and is_lent():
                 raise ShardError(
                     f"torch.func.functional_call with another {name_of(root, held)!r}: FSDP2 would keep it as the "
                     "model's own, and give its gradient to nobody. It is right under torch.no_grad(), once what the "
@@ -45,7 +45,7 @@ def take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
     return is_any
 
 
-def _is_lent() -> bool:
+def is_lent() -> bool:
     """Whether torch calls the model with others' tensors, and puts back what it has found in their places."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != stateless.__name__:

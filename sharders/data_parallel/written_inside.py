@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dmp import ShardError, checksum, ranks
+from dmp import ShardError, checksum, is_dtensor, ranks
 from sharders.data_parallel.fsdp_units import OfWeights, be_too, weights_below
+from sharders.data_parallel.replaced import is_lent
 
 _FIRST, _LATER, _LATER_BESIDE = 8, 32, 512
 """Looks at the values: the first so many times that a weight is gathered, and every so many times after these; on
@@ -83,8 +84,11 @@ class _Keeping(OfWeights):  # type: ignore[misc]
     def _take_replaced(self) -> None:
         place = self._module_info
         now = place.module._parameters.get(place.param_name)
-        if now is None or now is self._unsharded_param or now is self.sharded_param:
+        kept = self._unsharded_param
+        if now is None or now is kept or now is self.sharded_param or is_lent():
             return
+        if is_dtensor(now) and not (is_dtensor(kept) and now.device_mesh == kept.device_mesh):
+            return  # chunks, as of load_state_dict(assign=True): `replaced` takes them
         whole, now = self._whole(), getattr(now, "_local_tensor", now)
         if (now.shape, now.dtype) != (whole.shape, whole.dtype):
             raise ShardError(
