@@ -59,16 +59,19 @@ def test_what_a_user_put_on_a_table_is_there() -> None:
 
 
 class Keeps(nn.Module):
-    """A distribution of the last batch, for a term of the loss, and states by name that begin as numbers."""
+    """A distribution of the last batch, for a term of the loss, states by name that begin as numbers, and one in a
+    buffer, with its graph, as spiking neurons have it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
         self.states: dict[str, Any] = {"v": 0.0}
+        self.register_buffer("potential", torch.zeros(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.latent = torch.distributions.Normal(self.mean(x), 1.0)
         self.states["v"] = self.latent.mean.detach()
+        self.potential = self.latent.mean.sum(0)
         return self.out(self.latent.mean)
 
 

@@ -46,15 +46,15 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
 
 
 def computed(modules: Iterable[nn.Module], *, in_objects: bool = False) -> Iterator[torch.Tensor]:
-    """Results that modules keep as attributes, which `copy.deepcopy` refuses: attention weights of the last batch, a
-    weight that weight norm has computed.
+    """Results that modules keep as attributes or buffers, which `copy.deepcopy` refuses: attention weights of the last
+    batch, a weight that weight norm has computed.
 
     Args:
         in_objects: those within other objects too, as the mean of a distribution: nobody knows how much hangs on them.
     """
     for module in modules:
         own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        yield from _computed_in(own, set(), in_objects)
+        yield from _computed_in({**own, **module._buffers}, set(), in_objects)
 
 
 def _computed_in(value: Any, seen: set[int], in_objects: bool) -> Iterator[torch.Tensor]:
