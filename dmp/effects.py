@@ -14,6 +14,8 @@ For the whole process, while it lasts
   program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time
 - `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one,
   and gloo's threads are given a moment, without which one in eight programs aborts
+- `dmp/ranks/watchdog.py: os.register_at_fork`: a forked process knows that it exchanges for no rank, where it
+  would wait for ever
 
 For the whole process, once
 - `dmp/wrap/outer_wrappers.py: DistributedDataParallel.__init__ =`: DDP over a wrapped model would average pieces of

@@ -84,7 +84,7 @@ class ShardingEnv:
 
         Raises:
             ValueError: not a DeviceMesh, an axis without a role, two roles claiming one axis, a name that is not an
-                axis, or a mesh that this process is not part of.
+                axis, ranks out of order, or a mesh that this process is not part of.
         """
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(f"expected a torch DeviceMesh (see init_device_mesh); got {type_name(mesh)}: {mesh!r}")
@@ -96,6 +96,12 @@ class ShardingEnv:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this process (rank {dist.get_rank()}) is not part of the mesh {mesh}")
+        order = mesh.mesh.flatten().tolist()
+        if order != sorted(order):
+            raise ValueError(
+                f"{mesh} has its ranks in the order {str(order)[:60]}: places in torch's groups go by rank, and would "
+                "be others than in the mesh. Make it with ranks in ascending order, as init_device_mesh does"
+            )
         names, shape = tuple(names), tuple(mesh.shape)
         roles = _roles(names, replicate, shard, tensor)
         watchdog.start()

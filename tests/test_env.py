@@ -298,6 +298,17 @@ def test_mesh_without_this_process() -> None:
     assert all(f"rank {r}" in texts[r] and "not part" in texts[r] for r in (2, 3)), texts
 
 
+def _in_another_order(ranks: list[int] | list[list[int]], names: tuple[str, ...]) -> str:
+    with pytest.raises(ValueError, match="ascending order") as error:
+        ShardingEnv.from_mesh(torch.distributed.device_mesh.DeviceMesh("cpu", ranks, mesh_dim_names=names))
+    return str(error.value)
+
+
+def test_a_mesh_of_another_order_of_ranks() -> None:
+    assert all("[1, 0]" in text for text in run_ranks(2, _in_another_order, [1, 0], ("dp",)))
+    assert all("[0, 2, 1, 3]" in t for t in run_ranks(4, _in_another_order, [[0, 2], [1, 3]], ("shard", "tp")))
+
+
 def _default_env() -> tuple[int, int]:
     model = DistributedModelParallel(nn.Linear(2, 1), plan={})
     return model.env.size, model.env.rank

@@ -19,7 +19,7 @@ Which to use, in a call that all ranks of a group make together:
     `note_left`         of a pass that raises here alone; `begin_pass` where one begins
     `say_once`          what the user is told once; by all ranks, or by the first for all
     `parted_text`       what an error says where ranks are found in different calls
-    `raise_verdict`     every so often in a wait that is no collective
+    `raise_verdict`     every so often in a wait that is no collective, and before one
 
 In reading order:
 

@@ -112,7 +112,8 @@ def raise_cause(error: RuntimeError) -> None:
 
 
 def raise_verdict(group: dist.ProcessGroup) -> None:
-    """In a wait that is no collective of torch's, every so often: what the watchdog has found of these ranks.
+    """What the watchdog has found of these ranks: every so often in a wait that is no collective of torch's, and before
+    one that is.
 
     Raises:
         RanksError: they have parted ways, or one of them is gone (`PeerLost`).

@@ -60,7 +60,7 @@ def place_of(thread: int) -> Place:
 def line_of(thread: int) -> str:
     """The line of the program itself in which the thread is, `train.py:41`."""
     for frame in _frames_of(thread):
-        if not frame.file.startswith((*_OUR_PACKAGES, _torch(), "<")):
+        if not (frame.is_skipped or frame.file.startswith((*_OUR_PACKAGES, _torch(), "<"))):
             return f"{os.path.basename(frame.file)}:{frame.line}"
     return ""
 

@@ -386,8 +386,10 @@ def start() -> Watchdog | None:
 
 
 def _started(world: dist.ProcessGroup) -> Watchdog | None:
-    if _current and _current[0].group is world and _current[0]._pid == os.getpid():
-        return _current[0]
+    if _current and _current[0].group is world:
+        if _current[0]._pid == os.getpid():
+            return _current[0]
+        raise RanksError(str(call_log.Verdict.error))
     if dist.get_world_size(world) == 1 or backend_of(world) == "fake":
         return None
     patience_s = float(os.environ.get(LOST_AFTER, "60"))
@@ -433,5 +435,16 @@ def await_group() -> None:
     threading.Thread(target=wait, name="dmp-awaits-group", daemon=True).start()
 
 
+def _forked() -> None:
+    """In a process that this one forks, as a loader's worker: what waits there for other ranks would wait for ever."""
+    for dog in _current:
+        call_log.Verdict.ranks = frozenset(range(dog.size))
+        call_log.Verdict.error = RanksError(
+            f"process {os.getpid()} was forked from rank {dog.rank} of the group, process {dog._pid}, which alone "
+            "exchanges for that rank; run wrapped models there, and give others their results, or dmp.to_unsharded"
+        )
+
+
 _starting = threading.Lock()
 atexit.register(leave)
+os.register_at_fork(after_in_child=_forked)

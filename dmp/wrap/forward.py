@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dmp import live_models as live
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.ranks import begin_pass, note_left, raise_cause
+from dmp.ranks import begin_pass, note_left, raise_cause, raise_verdict
 from dmp.wrap.earlier.written_earlier import check_earlier
 from dmp.wrap.making.data_parallel import check_cast
 from dmp.wrap.optimizers.repeated_samples import note_samples
@@ -30,6 +30,8 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_tracing(args, kwargs)
     _refuse_graphs(model.env)
     _refuse_clones(model)
+    if torch.is_grad_enabled() and (everyone := model.env.everyone) is not None:
+        raise_verdict(everyone)  # DDP would wait for ranks that are gone, or in a process that cannot hear them
     vars(model.module).pop(live.HELD, None)
     begin_pass()
     model.hold_parameters()
