@@ -135,7 +135,7 @@ def forget_unfinished(root: Any) -> None:
 
 
 @contextmanager
-def hearing_of_pass(roots: Iterable[Any]) -> Iterator[None]:
+def hearing_of_pass(roots: Collection[Any]) -> Iterator[None]:
     """Around a backward pass: whether it may leave gradients of split weights that wait for their average.
 
     torch averages in a pass that comes by what a unit has returned. One that begins within, at what a hook or an

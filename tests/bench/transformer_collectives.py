@@ -40,11 +40,12 @@ def counts(work: Workload, mesh_name: str, mode: str) -> tuple[tuple[Counts, Cou
 
 
 def count(work: Workload, mesh_name: str, mode: str) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
-    """On each rank, in the ninth step: the first two set up what others have, the first eight compare samples."""
+    """On each rank, in the tenth step: the first two set up what others have, the first eight compare samples, and
+    before the ninth ranks look at copies of weights."""
     found = []
     for side in make_sides(work, mesh_name, mode):
         batch = work.batch(env_of(mesh_name).data_rank, 0)
-        for _ in range(8):
+        for _ in range(9):
             side.backward(*batch)
             side.update()
         found.append((_counted(side.backward, *batch), _counted(side.update)))
