@@ -325,3 +325,21 @@ def empty_goes_on(folder: str) -> None:
 
 def test_a_parameter_of_no_elements_goes_on(tmp_path: Path) -> None:
     run_ranks(2, empty_goes_on, str(tmp_path / "c"))
+
+
+def state_of_empty(folder: str) -> None:
+    """TorchRec's `WarmupOptimizer` keeps how far it is in a parameter's state that has no elements."""
+    runs = []
+    for mesh in ("dp2", "shard2"):
+        model = DistributedModelParallel(Optional(), env_of(mesh))
+        runs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    (saved, of_saved), (loaded, of_loaded) = runs
+    of_saved.state[saved.module.extra]["warmup"] = torch.tensor([7.0, 0.25])  # type: ignore[index, union-attr]
+    save_checkpoint(folder, saved, of_saved)
+    load_checkpoint(folder, loaded, of_loaded)
+    found = of_loaded.state[loaded.module.extra]["warmup"]  # type: ignore[index, union-attr]
+    assert found.tolist() == [7.0, 0.25]
+
+
+def test_state_of_a_parameter_of_no_elements_is_loaded(tmp_path: Path) -> None:
+    run_ranks(2, state_of_empty, str(tmp_path / "c"))

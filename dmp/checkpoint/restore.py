@@ -193,10 +193,10 @@ def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...]
         if load.source.about.get("names_stateless", True) or not _keeps_nothing(owned):
             load.differs(f"no optimizer state for {owned.name!r}")
         return
-    if owned.optimizer is not None and 0 in owned.shape:  # of no elements none is stored, and a step alone is no state
+    numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
+    if owned.optimizer is not None and 0 in owned.shape and {*keys, *numbers} == {"step"}:  # the rest had no elements
         load.then.append(partial(owned.optimizer.state.pop, owned.parameter, None))
         return
-    numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     if owned.optimizer is None or (owned.values and (keys or numbers)):
         lost = {*owned.values} - {*keys, *numbers}
         if owned.optimizer is None and not load.source.about.get("has_steps", True):
