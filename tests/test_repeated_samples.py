@@ -56,5 +56,30 @@ def test_samples_of_their_own_are_not(apart: str) -> None:
         assert run_ranks(2, _said, shape, True, apart) == [0, 0]
 
 
+class Padded(nn.Module):
+    """What comes in parts of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.over(x.to_padded_tensor(0.0) if x.is_nested else x)
+        return value
+
+
+def _of_any_kind() -> None:
+    model = DistributedModelParallel(Padded(), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    parts = [torch.ones(2, 8), torch.ones(1, 8)]
+    for batch in (torch.nested.nested_tensor(parts), torch.zeros(2, 0, 8), torch.ones(()).expand(2, 8)):
+        model(batch).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_look_ends_no_program() -> None:
+    run_ranks(2, _of_any_kind)
+
+
 def test_ranks_of_one_tensor_group_have_the_same() -> None:
     assert run_ranks(2, _said, {"tp": 2}, False, "never") == [0, 0]

@@ -31,9 +31,10 @@ def note_samples(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Of torch's own class, and neither of torch.func, nor of a layout whose parts are not known."""
+    """Of torch's own class, and neither nested, nor of torch.func, nor of a layout whose parts are not known: a look
+    ends no program."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_meta
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_plain and not (tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def compare_samples(model: Any) -> None:
